@@ -42,7 +42,7 @@ parity: build
 # kills of each, let every stage meet every one of the others, and run a hundred programs or two.
 # What fails is said where it does, and again by the exit code: the rest is run all the same.
 SOAKED := "verify *VerifyMatrix.DISABLED_Everything*:RandomLayouts.DISABLED_Many" "train *RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many" \
-  "train RandomResume.DISABLED_Many" "pipeline RandomSplits.DISABLED_Many" "tensor_parallel RandomPlans.DISABLED_Many"
+  "train RandomResume.DISABLED_Many" "pipeline RandomSplits.DISABLED_Many" "tensor_parallel RandomPlans.DISABLED_Many" "plan RandomLayoutPlans.DISABLED_Many"
 soak: build
 	@failed=0; tools/soak || failed=1; tools/soak --kills-in-save 200 || failed=1; \
 	for programs in $(SOAKED); do \

@@ -229,9 +229,9 @@ void check_disk(const Config& config, const std::string& what, int64_t needed, i
 
 // Refused before anything is allocated: beyond the host's memory, the kernel would end one process or another some time later, and a disk is full in the midst
 // of a step.
-void check_host_memory(const Config& config, int size, int attempt) {
+void check_host_memory(const Config& config, int size, int attempt, bool on_cpu) {
   const MeshShape mesh = mesh_shape(config.mesh, config.zero.stage, size);
-  BytesPerParameter parts = kept_per_parameter(bytes_per_parameter(config), config.zero.stage, size_along(mesh, mesh_roles(config).shard));
+  const int shards = size_along(mesh, mesh_roles(config).shard);
   const auto environment = comm::read_environment();
   const int local_ranks = environment.launched ? environment.local_size : size;
   const auto parameters = static_cast<double>(num_parameters(config.model));
@@ -239,22 +239,24 @@ void check_host_memory(const Config& config, int size, int attempt) {
   const bool first = environment.rank == 0;
   const bool activations = config.offload.activations.uses("disk") && comes_first(attempt);
   if (config.offload.optimizer.is("disk")) {  // by the formula: with activations, a lower bound, so that no dry run is made of what is far too much
-    check_disk(config, "offload.optimizer", static_cast<int64_t>(std::exchange(parts.state, 0) * here), local_ranks, first && !activations);
+    check_disk(config, "offload.optimizer", static_cast<int64_t>(kept_per_parameter(bytes_per_parameter(config), config.zero.stage, shards).state * here),
+               local_ranks, first && !activations);
   }
-  const double kept = parts.total(), needed = kept * here;
+  const double kept = on_host_per_parameter(config, shards, on_cpu).total(), needed = kept * here;
+  const std::string what =
+      detail::concat("model: each of its ", format_count(parameters), " parameters keeps ", format_float(kept), " bytes ",
+                     on_cpu ? "" : "beside the device, in the host's memory, ", "on a rank from step to step (weight, gradient, optimizer), which is ");
   const int64_t host = host_memory_bytes();
-  require(host == 0 || needed <= static_cast<double>(host), "model: each of its ", format_count(parameters), " parameters keeps ", format_float(kept),
-          " bytes on a rank from step to step (weight, gradient, optimizer), which is ", format_bytes(static_cast<int64_t>(needed)), " for the ", local_ranks,
+  require(host == 0 || needed <= static_cast<double>(host), what, format_bytes(static_cast<int64_t>(needed)), " for the ", local_ranks,
           local_ranks == 1 ? " rank" : " ranks", " on this host, and it has ", format_bytes(host),
           "; use a smaller model, zero.stage = 3 or mesh.tp over more hosts (tessera plan says what each rank then needs)");
   const int64_t process = process_memory_limit_bytes();
   const auto of_rank = static_cast<int64_t>(needed / local_ranks);
-  require(process == 0 || of_rank <= process, "model: each of its ", format_count(parameters), " parameters keeps ", format_float(kept),
-          " bytes on a rank from step to step (weight, gradient, optimizer), which is ", format_bytes(of_rank), ", and a process may have ",
-          format_bytes(process), " (ulimit -d or -v); raise that limit, set offload.optimizer = disk, or use more ranks with zero.stage = 3 or mesh.tp");
+  require(process == 0 || of_rank <= process, what, format_bytes(of_rank), ", and a process may have ", format_bytes(process),
+          " (ulimit -d or -v); raise that limit, set offload.optimizer = disk, or use more ranks with zero.stage = 3 or mesh.tp");
   if (!activations) return;
-  const char* const what = config.offload.optimizer.is("disk") ? "offload.optimizer and offload.activations" : "offload.activations";
-  check_disk(config, what, plan::disk_bytes_of_host(config, size, local_ranks), local_ranks, first);
+  const char* const moved = config.offload.optimizer.is("disk") ? "offload.optimizer and offload.activations" : "offload.activations";
+  check_disk(config, moved, plan::disk_bytes_of_host(config, size, local_ranks), local_ranks, first);
 }
 
 // A checkpoint.dir that is there already is this run's before anything in it is read: what a live run is about to change says nothing, and of all that may be
@@ -301,7 +303,7 @@ int train(const TrainFlags& flags) {
   check_reached("checkpoint.dir", config.checkpoint.dir);
   say_without_effect(config, size, attempt);
   const bool first = comm::read_environment().rank == 0;
-  check_host_memory(here, size, attempt);
+  check_host_memory(here, size, attempt, device.is_cpu());
   if (flags.preflight && comes_first(attempt)) {
     const auto environment = comm::read_environment();
     log().info("{}", plan::preflight(here, size, environment.launched ? environment.local_size : size, device.is_cpu() ? host_memory_bytes() : 0));

@@ -65,6 +65,7 @@ plan::Device measure_device(const Limits& limits) {
   plan::Device device{.key = "this machine", .name = fmt::format("{}, {} threads", processor.empty() ? "CPU" : processor, at::get_num_threads())};
   device.memory_bytes = static_cast<double>(host_memory_bytes());
   device.memory_bytes_per_s = memory_rate(limits);
+  device.host = plan::HostSide{.link = "its own memory", .bytes_per_s = device.memory_bytes_per_s / 2, .memory_bytes_per_s = device.memory_bytes_per_s};
   constexpr std::array<std::array<int64_t, 3>, 3> shapes{{{512, 512, 512}, {1024, 1024, 1024}, {512, 2048, 1024}}};
   double share = 1;
   const auto add = [&](const std::string& format, at::ScalarType type) {
@@ -85,6 +86,8 @@ plan::Device measure_device(const Limits& limits) {
                     {"products", share},
                     {"attention", std::min(1.0, attention_rate(at::kFloat, limits) / best)},
                     {"memory", 1},
+                    {"host", 1},
+                    {"host_memory", 1},
                     {"launch_us", 0.01},
                     {"collective_launch_us", 0.01},
                     {"gap_us", 1e6 * seconds_of([&] { (void)few.add(few); }, limits)}};

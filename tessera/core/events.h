@@ -25,6 +25,7 @@ struct OperatorEvent {
   int64_t read_bytes = 0, written_bytes = 0;           ///< of the tensors that it takes, and that it makes or changes
   bool again = false;                                  ///< computed a second time, by recompute
   bool crosses = false;                                ///< between the host and the device beside it
+  bool on_host = false;                                ///< what it makes or changes lies beside the device; where nothing crosses the host's cores run it
   bool operator==(const OperatorEvent&) const = default;
 };
 

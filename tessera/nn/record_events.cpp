@@ -52,6 +52,7 @@ class OperatorEvents final : public OperatorHooks {
     }
     if (ran.written_bytes == 0 && ran.flops == 0) return;
     ran.crosses = (from.host && to.device) || (from.device && to.host);
+    ran.on_host = to.host && !to.device;
     ++told_;
     event.what = std::move(ran);
     stream_.add(std::move(event));

@@ -45,6 +45,16 @@ at::Tensor cast_number(const nn::OperatorCall& operation) {
   return at::empty({}, tensor->options());
 }
 
+/// Of an addition in place, the term that is cast to the sum's type.
+at::Tensor cast_term(const nn::OperatorCall& operation) {
+  if (operation.name() != "aten::add_") return {};
+  const c10::IValue &sum = operation.arguments()[0], &term = operation.arguments()[1];
+  if (!sum.isTensor() || !term.isTensor() || !sum.toTensor().is_meta() || term.toTensor().dim() == 0) return {};
+  const at::ScalarType wider = sum.toTensor().scalar_type();
+  const bool is_narrower = term.toTensor().scalar_type() != wider && c10::promoteTypes(term.toTensor().scalar_type(), wider) == wider;
+  return is_narrower ? at::empty(term.toTensor().sizes(), sum.toTensor().options()) : at::Tensor();
+}
+
 }  // namespace
 
 CpuMemory::CpuMemory() : nodes_(at::addThreadLocalCallback(at::RecordFunctionCallback(node_begins, node_ends).scopes({at::RecordScope::BACKWARD_FUNCTION}))) {}
@@ -57,7 +67,7 @@ void CpuMemory::call(nn::OperatorCall& operation) {
     stack.resize(stack.size() - 2);  // what stays, the first argument, is the result
     return;
   }
-  const at::Tensor cast = cast_number(operation);
+  const at::Tensor number = cast_number(operation), term = cast_term(operation);
   operation.run();
 }
 

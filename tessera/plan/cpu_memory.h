@@ -10,6 +10,7 @@ namespace tessera::plan {
 ///
 ///   sums in autograd's engine   of the terms of one gradient, which the engine adds in place unless they lie on meta
 ///   numbers beside a tensor     which an operator on a CPU casts to the dtype that it computes in: a tensor of one element, while it runs
+///   sums of two types           in whose wider one the narrower tensor is copied, while they are made
 ///
 /// Belongs outside of all other scopes of operators, on the thread that makes it. Changes nothing but memory.
 class CpuMemory final : public nn::OperatorHooks {

@@ -21,10 +21,10 @@ namespace tessera::plan {
 namespace {
 
 constexpr std::array kFormats{"fp4", "fp8", "bf16", "fp16", "tf32", "fp32"};
-/// Shares of the figures above: large products, fused attention, memory, links in large messages. Then on how many multiprocessors a product's tiles are dealt,
-/// and microseconds: a collective without any bytes for each doubling of its ranks, within a node and between, the host asking for an operator or a collective,
-/// and between operators.
-constexpr std::array kShares{"products", "attention", "memory", "inside", "between"};
+/// Shares of the figures above: large products, fused attention, memory, links in large messages, the link to the host and its memory. Then on how many
+/// multiprocessors a product's tiles are dealt, and microseconds: a collective without any bytes for each doubling of its ranks, within a node and between, the
+/// host asking for an operator or a collective, and between operators.
+constexpr std::array kShares{"products", "attention", "memory", "inside", "between", "host", "host_memory"};
 constexpr std::array kCounts{"multiprocessors", "inside_us", "between_us", "launch_us", "collective_launch_us", "gap_us"};
 
 std::optional<Link> link_of(TomlTable& device, const std::string& key) {
@@ -35,6 +35,14 @@ std::optional<Link> link_of(TomlTable& device, const std::string& key) {
   link.contention = table->number("contention").value_or(0);
   table->end({"link", "gb_per_s", "latency_us", "contention"});
   return link;
+}
+
+std::optional<HostSide> host_of(TomlTable& device) {
+  auto table = device.table("host");
+  if (!table) return std::nullopt;
+  HostSide host{.link = table->text("link"), .bytes_per_s = 1e9 * table->needed("gb_per_s"), .memory_bytes_per_s = 1e9 * table->needed("memory_gb_per_s")};
+  table->end({"link", "gb_per_s", "memory_gb_per_s"});
+  return host;
 }
 
 }  // namespace
@@ -60,6 +68,7 @@ Device parse_device(const std::string& text, const std::string& origin) {
   rates->end({kFormats.begin(), kFormats.end()});
   device.inside = link_of(file, "inside");
   device.between = link_of(file, "between");
+  device.host = host_of(file);
   if (auto reaches = file.table("reaches")) {
     for (const char* const share : kShares) {
       const auto value = reaches->number(share);
@@ -76,7 +85,7 @@ Device parse_device(const std::string& text, const std::string& origin) {
   if (auto sources = file.table("sources")) {
     for (const std::string& key : sources->keys()) device.sources[key] = sources->text(key);
   }
-  file.end({"name", "memory_gb", "memory_gb_per_s", "power_w", "held_to_w", "devices_per_node", "tflops", "inside", "between", "reaches", "sources"});
+  file.end({"name", "memory_gb", "memory_gb_per_s", "power_w", "held_to_w", "devices_per_node", "tflops", "inside", "between", "host", "reaches", "sources"});
   return device;
 }
 
@@ -98,6 +107,10 @@ std::string to_toml(const Device& device) {
     text += fmt::format("\n[{}]\nlink = {}\ngb_per_s = {}\n", key, quoted(link->name), figure(link->bytes_per_s / 1e9));
     if (link->latency_s) text += "latency_us = " + figure(*link->latency_s * 1e6) + "\n";
     if (link->contention > 0) text += "contention = " + figure(link->contention) + "\n";
+  }
+  if (device.host) {
+    text += fmt::format("\n[host]\nlink = {}\ngb_per_s = {}\nmemory_gb_per_s = {}\n", quoted(device.host->link), figure(device.host->bytes_per_s / 1e9),
+                        figure(device.host->memory_bytes_per_s / 1e9));
   }
   const auto table = [&](const char* name, const auto& entries, const auto& written) {
     if (!entries.empty()) text += fmt::format("\n[{}]\n", name);

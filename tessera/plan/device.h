@@ -15,6 +15,13 @@ struct Link {
   double contention = 0;              ///< between nodes: by what share each node beyond the second makes a byte slower
 };
 
+/// Beside the devices of a node.
+struct HostSide {
+  std::string link{};             ///< "PCI Express 5.0 x16"
+  double bytes_per_s = 0;         ///< of that, each way, of one device
+  double memory_bytes_per_s = 0;  ///< of the host's memory, which the devices of a node share
+};
+
 /// What its maker says of a device, and of the machine in which it stands: the numbers that a plan of a cluster begins with. Files are in plan/hardware/, each
 /// with its sources; whoever has another device writes one of the same form.
 struct Device {
@@ -28,6 +35,7 @@ struct Device {
   int devices_per_node = 1;
   std::map<std::string, double> flops_per_s{};   ///< of dense matrix products, by number format (precision.compute); a format that is missing is not multiplied
   std::optional<Link> inside{}, between{};       ///< a node, and nodes; none where nobody says
+  std::optional<HostSide> host{};                ///< the same
   std::map<std::string, double> reaches{};       ///< what of it training reaches, as measured: kReached in device.cpp has the names
   std::map<std::string, std::string> sources{};  ///< of what, and where it is said
 };

@@ -141,7 +141,9 @@ class StepsReader {
     result.flops = flops(step.tokens);
     EventReader of_step(step.before);
     std::optional<RankClock> clock;
-    if (options_.machine && last) clock.emplace(*options_.machine, groups_placed(config_, mesh_, *options_.machine), channels_);
+    if (options_.machine && last) {
+      clock.emplace(*options_.machine, groups_placed(config_, mesh_, *options_.machine), channels_, config_.offload.delayed_update);
+    }
     StepHistory history(step.before.device);
     const auto read = [&](const Event& event) {
       of_step.read(event);
@@ -393,8 +395,9 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   std::map<StageKind, size_t> known;
   const StageKinds kinds(run.pipeline, shape, mesh_roles(config).stages);
   std::multimap<StageKind, Trace> traces;
-  const bool share = options.share_traces && !options.events && options.rehearse && treats_layers_alike(config);
+  const bool share = options.share_traces && !options.told && !options.events && options.rehearse && treats_layers_alike(config);
   const Config short_run = shortened(config);
+  const auto config_of = [&](int rank) { return options.told ? options.told(short_run, rank) : short_run; };
   const auto of_class = [&](int rank, const std::optional<StageKind>& kind) {
     if (share && kind) {
       for (auto [at, end] = traces.equal_range(*kind); at != end; ++at) {
@@ -402,8 +405,8 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
       }
     }
     Trace trace;
-    RankRun one = run_rank(short_run, world, rank, run.pipeline, options, progress, share && kind ? &trace : nullptr);
-    if (!one.consistent) return run_rank(short_run, world, rank, run.pipeline, whole, progress);
+    RankRun one = run_rank(config_of(rank), world, rank, run.pipeline, options, progress, share && kind ? &trace : nullptr);
+    if (!one.consistent) return run_rank(config_of(rank), world, rank, run.pipeline, whole, progress);
     if (!trace.steps.empty()) traces.emplace(*kind, std::move(trace));
     return one;
   };

@@ -81,6 +81,7 @@ struct DryRunOptions {
   bool share_traces = true;          ///< of those that do the same, one is run, and what the others do is told from it: no number differs
   int exact_ranks = kExactRanks;     ///< in worlds of so many ranks, those that hold a row more or less are told apart (rank_classes.h); 0: in none
   bool rehearse = true;              ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
+  std::function<Config(const Config& config, int rank)> told{};    ///< what a rank is told otherwise, of which a plan says whether the others would wait for it
   std::function<void(const DryRunProgress& progress)> progress{};  ///< told some thousands of times a second
 };
 

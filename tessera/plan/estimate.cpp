@@ -47,8 +47,8 @@ Estimate Estimator::operator()(const LayoutChoice& c) const {
   const double kept = bytes_of(config.precision.params), master = kept < 4 && config.precision.master == "fp32" ? 4 : 0;
   const double shards = c.shard * c.cp;
   Estimate found;
-  found.state_bytes =
-      held * (kept / (c.stage >= 3 ? shards : 1) + kept / (c.stage >= 2 ? shards : 1) + (optimizer_bytes(config.optim) + master) / (c.stage >= 1 ? shards : 1));
+  const double state = (optimizer_bytes(config.optim) + master) / (c.stage >= 1 ? shards : 1);
+  found.state_bytes = held * (kept / (c.stage >= 3 ? shards : 1) + kept / (c.stage >= 2 ? shards : 1) + (c.host_optimizer ? 0 : state));
   if (c.offload) found.state_bytes = 0;
 
   const auto m = static_cast<double>(c.micro_batches(world));
@@ -101,6 +101,8 @@ Estimate Estimator::operator()(const LayoutChoice& c) const {
                                 : 6 * passes * stream * static_cast<double>(model.kv_heads.value_or(model.heads)) / static_cast<double>(model.heads) / c.tp *
                                       (c.cp - 1) / link(c.cp, c.tp).bandwidth;
   found.seconds = std::max(computing + elsewhere + tensor + exchange + 0.5 * ring, asked) * (1 + idle) + std::max(0.3 * sharded, sharded - hidden);
+  // The update reads and writes the state, a copy and a gradient; then the parameters come back.
+  if (c.host_optimizer) found.seconds += held * ((2 * state + 3 * kept) / machine.device.host_memory + 2 * kept / machine.device.host_link);
   return found;
 }
 

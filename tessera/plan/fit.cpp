@@ -154,8 +154,7 @@ std::vector<Sets> cheaper_settings(const Config& config, int world) {
 
 FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience) {
   const auto until = std::chrono::steady_clock::now() + patience;
-  const DryRun now = dry_run(config, world, {.largest = true});
-  FitSearch search{.now = tried(now, {}), .largest = largest_class(now).largest};
+  FitSearch search{.now = tried(dry_run(config, world), {})};
   for (auto& sets : cheaper_settings(config, world)) {
     if (std::chrono::steady_clock::now() > until) {
       search.complete = false;

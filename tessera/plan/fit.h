@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "tessera/config/config.h"
-#include "tessera/memory/history.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::plan {
 
@@ -22,10 +22,9 @@ struct Setting {
 /// What find_fit tried.
 struct FitSearch {
   Setting now;
-  std::vector<MemoryBlock> largest{};  ///< alive at its peak, the largest first
-  std::vector<Setting> tried{};        ///< in this order
-  bool fits = false;                   ///< the last one tried does
-  bool complete = true;                ///< false: patience ended first
+  std::vector<Setting> tried{};  ///< in this order
+  bool fits = false;             ///< the last one tried does
+  bool complete = true;          ///< false: patience ended first
 
   /// The one that fits; else the one of those tried with the smallest peak; null where nothing could be tried.
   const Setting* best() const;

@@ -81,6 +81,7 @@ std::vector<std::string> settings_of(const LayoutChoice& c, int world) {
                                 of("tensor.sequence_parallel", c.tp > 1)};
   if (c.pp > 1) sets.insert(sets.end(), {of("pipeline.schedule", c.schedule), of("pipeline.virtual_stages", c.chunks)});
   if (c.offload) sets.insert(sets.end(), {"offload.params=host", "offload.gradients=host", "offload.optimizer=host"});
+  if (c.host_optimizer) sets.emplace_back("offload.optimizer=host");
   return sets;
 }
 
@@ -97,6 +98,7 @@ std::string to_string(const LayoutChoice& c, int world) {
   add(fmt::format("micro {}", c.micro_size));
   if (c.recompute != "none") add("recompute " + c.recompute);
   if (c.offload) add("offload");
+  if (c.host_optimizer) add("optimizer on the host");
   return out;
 }
 
@@ -163,6 +165,7 @@ std::vector<Neighbour> neighbours_of(const LayoutChoice& at, const Config& confi
   for (const char* recompute : {"none", "selective", "full"}) {
     if (at.recompute != recompute) add(std::string("recompute ") + recompute, [&](LayoutChoice& c) { c.recompute = recompute; });
   }
+  if (at.host_optimizer) add("optimizer on the device", [](LayoutChoice& c) { c.host_optimizer = false; });
   for (const auto& [schedule, chunks] : schedules(at.pp, config.model.layers)) {
     if (schedule == at.schedule && chunks == at.chunks) continue;
     add(chunks > 1 ? fmt::format("{} x{}", schedule, chunks) : schedule,

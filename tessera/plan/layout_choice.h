@@ -21,6 +21,7 @@ struct LayoutChoice {
   std::string schedule = "1f1b";  ///< where pp > 1
   int chunks = 1;                 ///< of a stage
   bool offload = false;           ///< state on the host, where zero.stage = 3
+  bool host_optimizer = false;    ///< of the state, the optimizer's alone
 
   auto operator<=>(const LayoutChoice&) const = default;
 

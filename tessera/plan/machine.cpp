@@ -29,6 +29,7 @@ Machine machine_of(const Device& device) {
     const auto found = device.reaches.find(what);
     return found == device.reaches.end() ? otherwise : found->second;
   };
+  const HostSide host = device.host.value_or(HostSide{.bytes_per_s = 31.5e9, .memory_bytes_per_s = 25e9 * device.devices_per_node});
   Machine machine{.device = {.product_share = clock * reached("products", usual.product_share),
                              .attention_share = clock * reached("attention", usual.attention_share),
                              .memory_bandwidth = device.memory_bytes_per_s,
@@ -36,7 +37,9 @@ Machine machine_of(const Device& device) {
                              .multiprocessors = static_cast<int>(reached("multiprocessors", usual.multiprocessors)),
                              .kernel_gap = reached("gap_us", usual.kernel_gap * 1e6) * 1e-6,
                              .launch = reached("launch_us", usual.launch * 1e6) * 1e-6,
-                             .collective_launch = reached("collective_launch_us", usual.collective_launch * 1e6) * 1e-6},
+                             .collective_launch = reached("collective_launch_us", usual.collective_launch * 1e6) * 1e-6,
+                             .host_link = host.bytes_per_s * reached("host", 0.8),
+                             .host_memory = host.memory_bytes_per_s * reached("host_memory", 0.8) / device.devices_per_node},
                   .devices_per_host = device.devices_per_node,
                   .inside = link_rates(device.inside, device.memory_bytes_per_s / 4, reached("inside", 0.8), reached("inside_us", 10) * 1e-6),
                   .across = link_rates(device.between, 12.5e9, reached("between", 0.9), reached("between_us", 40) * 1e-6)};

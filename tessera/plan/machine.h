@@ -22,6 +22,8 @@ struct DeviceRates {
   double kernel_gap = 2e-6;                   ///< seconds from the end of an operator to the begin of the next
   double launch = 10e-6;                      ///< seconds in which the host asks for an operator
   double collective_launch = 30e-6;           ///< and for a collective, or message
+  double host_link = 0;                       ///< bytes that a copy between the host and the device moves, each way
+  double host_memory = 0;                     ///< bytes that the host's cores read and write for this device, of its memory
 };
 
 /// Between devices: bytes a second that one sends in large messages, and seconds of a message without any.
@@ -65,7 +67,7 @@ struct Machine {
 };
 
 /// What a device reaches of what its maker says, as its file has it (Device::reaches) or as is usual. Where a file names no link between hosts, there is one of
-/// 100 Gbit/s for each.
+/// 100 Gbit/s for each; where it says nothing of the host, PCI Express 4.0 x16 and 25 GB/s of memory.
 Machine machine_of(const Device& device);
 
 }  // namespace tessera::plan

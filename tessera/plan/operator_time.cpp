@@ -69,6 +69,8 @@ double plain_attention_seconds(const OperatorEvent& ran, double passes, const De
 
 }  // namespace
 
+bool is_copy(const std::string& name) { return starts_with_any(name, {"aten::copy_", "aten::_to_copy"}); }
+
 double product_seconds(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t element_bytes, double flops_per_second, const DeviceRates& device) {
   const double each = flops_per_second * device.product_share / device.multiprocessors;
   double fastest = INFINITY;

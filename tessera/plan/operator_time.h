@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "tessera/core/events.h"
 #include "tessera/plan/machine.h"
@@ -16,5 +17,8 @@ double product_seconds(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t e
 /// write. What is a view on a device takes none. Throws ConfigError where the device has no rate for the type of a product.
 /// `habit`: of a program that runs it in other kernels.
 double operator_seconds(const OperatorEvent& ran, const DeviceRates& device, const OperatorHabit* habit = nullptr);
+
+/// Whether an operator moves values from one place to another, and does nothing else.
+bool is_copy(const std::string& name);
 
 }  // namespace tessera::plan

@@ -39,10 +39,10 @@ int64_t disk_bytes_of_host(const Config& config, int world, int local_ranks) {
   return of_host(dry_run(config, world), local_ranks, [](const RankClass& ranks) { return ranks.disk_bytes; });
 }
 
-std::string preflight(const Config& asked, int world, int local_ranks, int64_t host_memory) {
+std::string preflight(const Config& asked, int world, int local_ranks, int64_t host_memory, const DryRunOptions& options) {
   Config config = asked;
   config.run.threads = threads_per_rank(config.run, local_ranks);  // scratch goes with them
-  const DryRun run = dry_run(config, world);
+  const DryRun run = dry_run(config, world, options);
   const RankClass& largest = largest_class(run);
   const int64_t peak = total_of(largest.peak_bytes);
   if (!run.fits()) {

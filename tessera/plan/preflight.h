@@ -4,6 +4,7 @@
 #include <string>
 
 #include "tessera/config/config.h"
+#include "tessera/plan/dry_run.h"
 
 namespace tessera::plan {
 
@@ -11,7 +12,8 @@ namespace tessera::plan {
 /// run.memory_limit_bytes (with the cheapest setting that would fit), where this host's ranks need more than its `host_memory` bytes (0: not asked), and where
 /// ranks would wait for each other in vain (agreement.h). Else one sentence that says what was found. Cost: a dry run; where it does not fit, those of
 /// find_fit.
-std::string preflight(const Config& config, int world, int local_ranks, int64_t host_memory);
+/// `options`: of that dry run.
+std::string preflight(const Config& config, int world, int local_ranks, int64_t host_memory, const DryRunOptions& options = {});
 
 /// What the files of a host's ranks grow to in offload.dir: a dry run.
 int64_t disk_bytes_of_host(const Config& config, int world, int local_ranks);

@@ -10,11 +10,14 @@
 
 namespace tessera::plan {
 
-RankClock::RankClock(const Machine& machine, std::function<Placement(const std::string&)> place, std::vector<std::string> channels)
-    : machine_(machine), place_(std::move(place)), channels_(std::move(channels)) {}
+RankClock::RankClock(const Machine& machine, std::function<Placement(const std::string&)> place, std::vector<std::string> channels, bool updates_later)
+    : machine_(machine), place_(std::move(place)), channels_(std::move(channels)), updates_later_(updates_later) {}
 
 void RankClock::read(const Event& event) {
-  if (const auto* ran = std::get_if<OperatorEvent>(&event.what)) run(*ran);
+  if (const auto* ran = std::get_if<OperatorEvent>(&event.what)) run(*ran, event);
+  if (const auto* change = std::get_if<MemoryChange>(&event.what); change != nullptr && change->bytes > 0 && !copies_.empty()) {
+    for (const int64_t storage : event.writes) copies_.erase(storage);  // a new one, and of another micro-batch where a number comes again
+  }
   if (const auto* call = std::get_if<CollectiveEvent>(&event.what)) start(*call, event);
   if (std::holds_alternative<WaitEvent>(event.what)) wait(event);
   if (std::holds_alternative<HostReadEvent>(event.what)) host_ = std::max(host_, device_);
@@ -28,7 +31,43 @@ double RankClock::seconds_of(const OperatorEvent& ran) {
   return at->second;
 }
 
-void RankClock::run(const OperatorEvent& ran) {
+/// When copies are done with what this uses.
+double RankClock::copied_for(const Event& event) const {
+  double done = 0;
+  if (copies_.empty()) return done;
+  const auto times_of = [&](int64_t storage) {
+    const auto found = copies_.find(storage);
+    return found == copies_.end() ? CopyTimes{} : found->second;
+  };
+  for (const int64_t storage : event.reads) done = std::max(done, times_of(storage).written);
+  for (const int64_t storage : event.writes) done = std::max({done, times_of(storage).written, times_of(storage).read});
+  return done;
+}
+
+void RankClock::copy(const OperatorEvent& ran, const Event& event) {
+  host_ += machine_.device.launch;
+  double& stream = ran.on_host ? out_ : in_;
+  const double begin = std::max({host_, ran.on_host ? device_ : 0, stream, copied_for(event)});
+  stream = begin + static_cast<double>(ran.written_bytes) / machine_.device.host_link;
+  for (const int64_t storage : event.reads) copies_[storage].read = stream;
+  for (const int64_t storage : event.writes) copies_[storage].written = stream;
+}
+
+/// By its bytes: what its cores multiply is little beside that.
+void RankClock::run_on_host(const OperatorEvent& ran, const Event& event) {
+  OperatorEvent bytes = ran;
+  bytes.flops = 0;
+  const double seconds = operator_seconds(bytes, {.memory_bandwidth = machine_.device.host_memory, .memory_share = 1});
+  if (updates_later_) {
+    cores_ += seconds;
+    return;
+  }
+  host_ = std::max(host_, copied_for(event)) + seconds;
+}
+
+void RankClock::run(const OperatorEvent& ran, const Event& event) {
+  if (ran.crosses && is_copy(ran.name)) return copy(ran, event);
+  if (ran.on_host && !ran.crosses) return run_on_host(ran, event);
   const double seconds = seconds_of(ran);
   if (seconds == 0) return;
   const Habits& habits = machine_.habits;
@@ -37,7 +76,12 @@ void RankClock::run(const OperatorEvent& ran) {
   host_ += launches * (habits.launch > 0 ? habits.launch : machine_.device.launch);
   if (host_ > device_) time_.asked += host_ - device_;
   const double taken = launches * machine_.device.kernel_gap + seconds;
-  device_ = std::max(host_, device_) + taken;
+  device_ = std::max(host_, device_);
+  if (const double copied = copied_for(event); copied > device_) {
+    time_.copied += copied - device_;
+    device_ = copied;
+  }
+  device_ += taken;
   time_.computing += taken;
   if (habits.logit_columns > 0 && !ran.shape.empty() && ran.shape.back() == habits.logit_columns && ran.flops > 0) use_logits(ran);
 }
@@ -69,7 +113,7 @@ void RankClock::start(const CollectiveEvent& call, const Event& event) {
     for (const int64_t flight : event.writes) done_[flight] = 0;
     return;
   }
-  group = std::max({host_, device_, group}) + seconds;
+  group = std::max({host_, device_, group, copied_for(event)}) + seconds;
   time_.collectives += seconds;
   for (const int64_t flight : event.writes) done_[flight] = group;
   if (!habits.waits_for_collectives) return;
@@ -108,6 +152,11 @@ double RankClock::end() const { return std::max(host_, device_); }
 RankTime RankClock::time() const {
   RankTime time = time_;
   time.step = end();
+  time.asked += time.step - device_;  // of what the host does last
+  const double copied = std::max({time.step, in_, out_});
+  time.copied += copied - time.step;
+  time.step = std::max(copied, cores_);
+  time.asked += time.step - copied;
   for (const auto& [group, done] : groups_) time.step = std::max(time.step, done);
   time.after = acted_ ? time.step - time_.after : 0;
   return time;

@@ -18,7 +18,8 @@ struct RankTime {
   double step = 0;         ///< from the first thing asked to the last thing done, as if messages of the pipeline took no time
   double computing = 0;    ///< the device runs operators
   double exposed = 0;      ///< of what is left: it waits for a collective
-  double asked = 0;        ///< and for the host to ask
+  double asked = 0;        ///< and for the host to ask, which may compute itself
+  double copied = 0;       ///< and for a copy from or to the host
   double collectives = 0;  ///< of them all, hidden behind operators or not
 
   struct Mean {
@@ -37,19 +38,27 @@ struct RankTime {
 ///   computation  operators one after the other, each when the host has asked and, behind a wait, when the collective is done
 ///   collectives  of each group one after the other, from when the host has asked and all operators before are done, beside the computation
 ///
+///   copies       to the device and to the host, those of each way one after the other: out when all operators before are done, in when the host has asked
+///   the host     operators of what lies beside the device hold it up; who uses what a copy makes, or overwrites what it reads, waits for it
+///
 /// The device is idle where the host is slower than it, which is what makes small layers on many ranks slow; nothing here knows of any technique. Memory and
 /// links are not shared: a collective beside an operator slows neither.
 class RankClock {
  public:
   /// `place`: of a group's ranks, by its name. `channels`: groups whose messages go between stages of a pipeline, which take no time here.
-  RankClock(const Machine& machine, std::function<Placement(const std::string& group)> place, std::vector<std::string> channels = {});
+  /// `updates_later`: what the host's cores compute they do beside all else (offload.delayed_update), and are done by the end of a step as long as that.
+  RankClock(const Machine& machine, std::function<Placement(const std::string& group)> place, std::vector<std::string> channels = {},
+            bool updates_later = false);
 
   void read(const Event& event);
   RankTime time() const;
   double now() const { return end(); }  ///< seconds since the step began: all up to here is asked for and computed
 
  private:
-  void run(const OperatorEvent& ran);
+  void run(const OperatorEvent& ran, const Event& event);
+  void copy(const OperatorEvent& ran, const Event& event);
+  void run_on_host(const OperatorEvent& ran, const Event& event);
+  double copied_for(const Event& event) const;
   void use_logits(const OperatorEvent& made);
   void start(const CollectiveEvent& call, const Event& event);
   void wait(const Event& event);
@@ -60,7 +69,12 @@ class RankClock {
   const Machine& machine_;
   std::function<Placement(const std::string&)> place_;
   std::vector<std::string> channels_;
-  double host_ = 0, device_ = 0;
+  bool updates_later_;
+  double host_ = 0, device_ = 0, in_ = 0, out_ = 0, cores_ = 0;  ///< cores: what they have computed, where that is beside all else
+  struct CopyTimes {
+    double written = 0, read = 0;  ///< by copies
+  };
+  std::unordered_map<int64_t, CopyTimes> copies_;  ///< of storages
   std::map<std::string, double> groups_;
   std::unordered_map<int64_t, double> done_;  ///< calls in flight
   double action_began_ = 0;

@@ -71,7 +71,8 @@ nlohmann::json to_json(const OperatorEvent& ran) {
           {"read_bytes", ran.read_bytes},
           {"written_bytes", ran.written_bytes},
           {"again", ran.again},
-          {"crosses", ran.crosses}};
+          {"crosses", ran.crosses},
+          {"on_host", ran.on_host}};
 }
 
 nlohmann::json to_json(const CollectiveEvent& call) {

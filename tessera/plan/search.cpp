@@ -25,7 +25,7 @@ namespace tessera::plan {
 namespace {
 
 constexpr size_t kFirst = 12;  ///< dry runs before climbing begins
-constexpr double kShareOfFirst = 0.5;
+constexpr double kShareOfFirst = 0.5, kShareOfAll = 0.8;
 
 /// Ends a dry run for which nobody waits any longer.
 struct OutOfPatience : std::runtime_error {
@@ -52,8 +52,9 @@ class Search {
   }
 
   LayoutSearch run() {
-    look_at(candidates());
+    look_at(candidates(), kShareOfFirst);
     climb();
+    if (found_.complete && (best() == nullptr || !best()->fits)) put_optimizers_on_the_host();
     finish();
     return std::move(found_);
   }
@@ -68,15 +69,16 @@ class Search {
   };
 
   /// Those that may fit.
-  std::vector<Candidate> candidates() {
+  std::vector<Candidate> candidates(bool host_optimizer = false) {
     auto batches = options_.batches;
     if (batches.empty()) batches.push_back(config_.batch.global_size);
     std::vector<Candidate> found;
     for (auto& choice : all_choices(config_, world_, machine_, batches)) {
-      ++found_.possible;
+      choice.host_optimizer = host_optimizer;
+      found_.possible += host_optimizer ? 0 : 1;
       const Estimate guess = estimate_(choice);
       if (guess.state_bytes > static_cast<double>(found_.limit)) {
-        ++found_.too_large;
+        found_.too_large += host_optimizer ? 0 : 1;
       } else {
         found.push_back({.choice = std::move(choice), .guess = guess});
       }
@@ -148,10 +150,10 @@ class Search {
   }
 
   /// Of each mesh the most promising, and a second one where that does not fit, until there are enough; then whatever comes, until something fits.
-  void look_at(const std::vector<Candidate>& all) {
+  void look_at(const std::vector<Candidate>& all, double share) {
     std::map<std::tuple<int, int, int, int>, int> looks;
     const auto mesh = [](const LayoutChoice& c) { return std::tuple(c.tp, c.pp, c.cp, c.ep); };
-    while (found_.complete && (tried_.empty() || !is_over(kShareOfFirst))) {
+    while (found_.complete && (tried_.empty() || !is_over(share))) {
       const bool enough = tried_.size() >= kFirst;
       if (enough && best()->fits) break;
       const Candidate* next = nullptr;
@@ -162,6 +164,16 @@ class Search {
       if (next == nullptr) break;
       if (const Tried* tried = look(next->choice)) looks[mesh(next->choice)] += tried->fits ? 2 : 1;
     }
+  }
+
+  /// Slower wherever it is needed, and so tried where nothing fits without it alone.
+  void put_optimizers_on_the_host() {
+    const auto all = candidates(/*host_optimizer=*/true);
+    if (all.empty()) return;
+    look_at(all, kShareOfAll);
+    if (best() == nullptr || !best()->fits) return;
+    found_.observations.emplace_back("nothing that was run fits with the optimizer's state on the device; on the host it does (offload.optimizer)");
+    climb();
   }
 
   void climb() {
@@ -193,6 +205,7 @@ class Search {
     std::pair<double, const char*> parts[] = {{tried.time.computing - batch * best.time.computing, "computing"},
                                               {tried.time.exposed - batch * best.time.exposed, "waiting for collectives"},
                                               {tried.time.asked - batch * best.time.asked, "waiting for the host"},
+                                              {tried.time.copied - batch * best.time.copied, "waiting for copies from and to the host"},
                                               {tried.time.bubble - batch * best.time.bubble, "waiting for other stages"}};
     const auto& most = *std::ranges::max_element(parts);
     if (slower < 0.0005) return "as fast";
@@ -257,7 +270,7 @@ class Search {
         found_.most_looked_at = static_cast<int>(world);
         continue;
       }
-      other.look_at(all);
+      other.look_at(all, kShareOfFirst);
       if (const Tried* tried = other.best(); tried != nullptr && tried->fits) {
         found_.smallest_world = static_cast<int>(world);
         return;

@@ -43,7 +43,7 @@ struct LayoutSearch {
   std::vector<std::string> observations;  ///< what of the field's rules of thumb came out of the costs, and what did not
   std::optional<int> smallest_world;      ///< where nothing fits: the fewest ranks, in powers of two of these, that would
 
-  int most_looked_at = 0;                 ///< where there is none: so many would not
+  int most_looked_at = 0;  ///< where there is none: so many would not
 
   const Tried* best() const { return !ranked.empty() && ranked.front().fits ? &ranked.front() : nullptr; }
 };
@@ -57,8 +57,9 @@ struct SearchOptions {
 /// Goes through the layouts of a model on `world` devices: formulas (estimate.h) leave out those whose state alone does not fit and say in which order to look;
 /// the step is run dry in the first of them, and then in all that differ from the best so far in one thing, as long as one of them is better. Rules of the
 /// configuration are not repeated: what they refuse is passed over. Optimizer, precision, model and data stay as they are; mesh.*, zero.stage, recompute.mode,
-/// pipeline.schedule, batch.micro_size and tensor.sequence_parallel are chosen. run.memory_limit_bytes, the device's, has to be set.
-/// Cost: dry runs, for `patience`, after which one that has begun is broken off; where that was the first, there is nothing to rank, and `complete` is false.
+/// pipeline.schedule, batch.micro_size and tensor.sequence_parallel are chosen, and where nothing fits else, offload.optimizer. run.memory_limit_bytes, the
+/// device's, has to be set. Cost: dry runs, for `patience`, after which one that has begun is broken off; where that was the first, there is nothing to rank,
+/// and `complete` is false.
 LayoutSearch search_layouts(const Config& config, int world, const Machine& machine, const SearchOptions& options = {});
 
 nlohmann::json to_json(const LayoutSearch& search);

@@ -55,7 +55,7 @@ StepTime step_time(const std::vector<TimedClass>& classes, const schedules::Sche
   invariant(!classes.empty(), "a step without ranks");
   const auto slowest = slowest_of(classes, pipeline);
   const RankTime& decides = **std::ranges::max_element(slowest, {}, [](const RankTime* time) { return time == nullptr ? -1 : time->step; });
-  StepTime step{.seconds = decides.step, .computing = decides.computing, .exposed = decides.exposed, .asked = decides.asked};
+  StepTime step{.seconds = decides.step, .computing = decides.computing, .exposed = decides.exposed, .asked = decides.asked, .copied = decides.copied};
   if (pipeline.actions.empty()) return step;
   const schedules::Costs costs = pipeline_costs(classes, pipeline);
   double before = 0, after = 0;
@@ -66,21 +66,17 @@ StepTime step_time(const std::vector<TimedClass>& classes, const schedules::Sche
 }
 
 nlohmann::json to_json(const StepTime& time) {
-  return {{"seconds", time.seconds},
-          {"computing", time.computing},
-          {"exposed_communication", time.exposed},
-          {"waiting_for_host", time.asked},
-          {"bubble", time.bubble},
-          {"tokens_per_second", time.tokens_per_second},
-          {"mfu", time.mfu}};
+  return {{"seconds", time.seconds},           {"computing", time.computing}, {"exposed_communication", time.exposed},       {"waiting_for_host", time.asked},
+          {"waiting_for_copies", time.copied}, {"bubble", time.bubble},       {"tokens_per_second", time.tokens_per_second}, {"mfu", time.mfu}};
 }
 
 std::string to_string(const StepTime& time) {
   const auto share = [&](double seconds) { return 100 * seconds / time.seconds; };
+  const std::string copies = time.copied > 0 ? fmt::format("for copies from and to it {:.0f}%, ", share(time.copied)) : std::string();
   return fmt::format(
-      "a step takes {:.3g} s: computing {:.0f}%, waiting for collectives {:.0f}%, for the host {:.0f}%, for other stages {:.0f}%; "
+      "a step takes {:.3g} s: computing {:.0f}%, waiting for collectives {:.0f}%, for the host {:.0f}%, {}for other stages {:.0f}%; "
       "{:.0f} tokens/s a device, {:.0f}% of its peak\n",
-      time.seconds, share(time.computing), share(time.exposed), share(time.asked), share(time.bubble), time.tokens_per_second, 100 * time.mfu);
+      time.seconds, share(time.computing), share(time.exposed), share(time.asked), copies, share(time.bubble), time.tokens_per_second, 100 * time.mfu);
 }
 
 }  // namespace tessera::plan

@@ -18,6 +18,7 @@ struct StepTime {
   double computing = 0;          ///< its device runs operators
   double exposed = 0;            ///< it waits for collectives
   double asked = 0;              ///< it waits for the host
+  double copied = 0;             ///< it waits for copies from or to the host
   double bubble = 0;             ///< it waits for other stages
   double tokens_per_second = 0;  ///< and device
   double model_flops = 0;        ///< a second and device

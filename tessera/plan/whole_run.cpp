@@ -11,6 +11,18 @@
 
 namespace tessera::plan {
 
+namespace {
+
+/// Powers of 1000 as of any unit of energy: the thousand million of a count is a B.
+std::string format_energy(double watt_hours) {
+  constexpr std::string_view prefixes = "kMGTP";
+  size_t power = 0;
+  while (power + 1 < prefixes.size() && watt_hours >= 999.5e3) watt_hours /= 1000, ++power;
+  return fmt::format("{:.3g} {}Wh", watt_hours / 1000, prefixes[power]);
+}
+
+}  // namespace
+
 WholeRun whole_run(const DryRun& step, int64_t steps, std::optional<double> watts_a_device) {
   WholeRun run{.tokens = static_cast<double>(steps) * static_cast<double>(step.tokens_per_step), .steps = steps};
   if (!step.time) return run;
@@ -50,7 +62,7 @@ std::string to_string(const WholeRun& run) {
     out += fmt::format(": {}, {} device hours", *run.seconds < 2 * day ? format_duration(*run.seconds) : fmt::format("{:.1f} days", *run.seconds / day),
                        format_count(*run.device_hours));
   }
-  if (run.kilowatt_hours) out += fmt::format(", {}Wh", format_count(*run.kilowatt_hours * 1000));
+  if (run.kilowatt_hours) out += fmt::format(", {}", format_energy(*run.kilowatt_hours * 1000));
   return out + "\n";
 }
 

@@ -28,4 +28,31 @@ BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, 
           .state = whole.state / (stage >= 1 ? ranks : 1)};
 }
 
+BytesPerParameter beside_device_per_parameter(const Config& config, const BytesPerParameter& whole, int ranks) {
+  const OffloadConfig& offload = config.offload;
+  const auto kept = kept_per_parameter(whole, config.zero.stage, ranks);
+  BytesPerParameter beside{.state = offload.optimizer.is("host") ? kept.state : 0};
+  if (offload.params.is("host")) {
+    beside.weight = kept.weight;
+    beside.gradient = kept.gradient;
+  } else if (!offload.optimizer.is("device") && offload.update == "host") {
+    const int sharers = config.zero.stage >= 1 ? ranks : 1;  // of an update
+    beside.weight = whole.weight / sharers;
+    beside.gradient = offload.gradients.is("host") ? kept.gradient : whole.gradient / sharers;
+  }
+  return beside;
+}
+
+BytesPerParameter on_host_per_parameter(const Config& config, int ranks, bool on_cpu) {
+  const auto whole = bytes_per_parameter(config);
+  auto here = beside_device_per_parameter(config, whole, ranks);
+  if (!on_cpu) return here;
+  const OffloadConfig& offload = config.offload;
+  const auto kept = kept_per_parameter(whole, config.zero.stage, ranks);
+  if (offload.params.is("device")) here.weight += kept.weight;
+  if (offload.gradients.is("device")) here.gradient += kept.gradient;
+  if (offload.optimizer.is("device")) here.state += kept.state;
+  return here;
+}
+
 }  // namespace tessera

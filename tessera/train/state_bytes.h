@@ -20,4 +20,11 @@ BytesPerParameter bytes_per_parameter(const Config& config);
 /// none w+g+k; 1 w+g+k/N; 2 w+(g+k)/N; 3 (w+g+k)/N. Each of the three parts apart.
 BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks);
 
+/// What of that lies on the host beside the device, as [offload] says, when most does: parts that live there; the copies and gradients of what the host's cores
+/// update (HostOptimizer, HostGradients). State on disk is nowhere here.
+BytesPerParameter beside_device_per_parameter(const Config& config, const BytesPerParameter& whole, int ranks);
+
+/// What a rank needs of the memory of its host: what lies beside the device, and where the device is the host (`on_cpu`), what lies on it as well.
+BytesPerParameter on_host_per_parameter(const Config& config, int ranks, bool on_cpu);
+
 }  // namespace tessera

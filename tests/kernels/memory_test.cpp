@@ -4,6 +4,7 @@
 
 #include "tessera/kernels/attention.h"
 #include "tessera/kernels/dropout.h"
+#include "tessera/kernels/fp8.h"
 #include "tessera/kernels/linear_cross_entropy.h"
 #include "tessera/kernels/products.h"
 #include "tessera/kernels/rms_norm.h"
@@ -105,6 +106,14 @@ std::vector<Case> cases() {
       [](at::ScalarType t) { return Tensors{leaf({512, 384}, t), leaf({1024, 384}, t)}; });
   add("linear_cast", trained([](const Tensors& in) { return at::linear(in[0], in[1].to(at::kBFloat16)); }),
       [](at::ScalarType t) { return Tensors{leaf({64, 48}, at::kBFloat16), leaf({32, 48}, t)}; });
+  for (const auto scaling : {Fp8Scaling::Tensor, Fp8Scaling::Row}) {
+    for (const auto out : {at::kFloat, at::kBFloat16}) {
+      add(
+          std::string(scaling == Fp8Scaling::Row ? "fp8_rows_to_" : "fp8_to_") + c10::toString(out),
+          [=](const Tensors& in) { return Tensors{fp8_product(in[0], at::kFloat8_e5m2, in[1], at::kFloat8_e4m3fn, out, scaling)}; },
+          [](at::ScalarType t) { return Tensors{leaf({40, 64}, t).detach(), leaf({96, 64}, t).detach()}; });
+    }
+  }
   for (const bool bias : {false, true}) {
     add(bias ? "product_bias" : "product", trained([bias](const Tensors& in) { return kernels::linear(in[0], in[1], bias ? in[2] : at::Tensor()); }),
         [](at::ScalarType t) { return Tensors{leaf({2, 40, 64}, t), leaf({96, 64}, t), leaf({96}, t)}; });

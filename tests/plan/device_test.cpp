@@ -7,7 +7,6 @@
 #include <gmock/gmock.h>
 
 #include "tessera/plan/machine.h"
-#include "tessera/plan/machine.h"
 #include "tests/refusal.h"
 
 namespace tessera {
@@ -105,6 +104,9 @@ TEST(Devices, WhatIsWrittenReadsBack) {
     EXPECT_EQ(again.between.has_value(), device.between.has_value());
     if (device.inside) EXPECT_EQ(again.inside->bytes_per_s, device.inside->bytes_per_s);
     if (device.between) EXPECT_EQ(again.between->latency_s, device.between->latency_s);
+    ASSERT_EQ(again.host.has_value(), device.host.has_value());
+    if (device.host) EXPECT_EQ(again.host->bytes_per_s, device.host->bytes_per_s);
+    if (device.host) EXPECT_EQ(again.host->memory_bytes_per_s, device.host->memory_bytes_per_s);
   }
 }
 
@@ -120,6 +122,7 @@ TEST(Devices, BadFilesAndNamesAreRefused) {
   EXPECT_THAT(refused(with(kPlain, "latency_us", "latency")), HasSubstr("mine.toml: inside.latency is unknown; did you mean latency_us?"));
   EXPECT_THAT(refused(with(kPlain, "devices_per_node = 2", "devices_per_node = 1.5")), HasSubstr("expected a whole number"));
   EXPECT_THAT(refused(with(kPlain, "link = \"wire\"\n", "")), HasSubstr("inside.link is missing"));
+  EXPECT_THAT(refused(std::string(kPlain) + "[host]\nlink = \"bus\"\ngb_per_s = 3\n"), HasSubstr("host.memory_gb_per_s is missing"));
 }
 
 }  // namespace

@@ -1,10 +1,12 @@
 // Random recipes in random layouts (tests/train/random_layout.h), planned: whatever trains has a plan, with every rank in it, and what a rank needs is what the
-// run takes, within what plans are known to leave out (docs/roadmap.md).
+// run takes, within a thousandth.
 //
 // TESSERA_SEED=n runs DISABLED_Many with that seed alone, TESSERA_SEEDS=n,m with those from n to m.
 
-#include <numeric>
+#include <cmath>
 #include <optional>
+
+#include <fmt/format.h>
 
 #include "tessera/core/error.h"
 #include "tessera/plan/dry_run.h"
@@ -20,13 +22,19 @@ namespace {
 using testing_support::LayoutDice;
 using testing_support::RandomLayout;
 
+constexpr double kBound = 0.001;  // of a rank's peak
+
 class RandomLayoutPlans : public testing_support::TrainFixture {
  protected:
-  std::optional<std::pair<Config, int>> lawful(const RandomLayout& layout) const {
+  /// `known`: without what depends on the text, on a router's choice, or on how soon Gloo's worker lets go of a tensor: documents, experts that a token does
+  /// not visit, that engine.
+  std::optional<std::pair<Config, int>> lawful(const RandomLayout& layout, bool known) const {
     std::vector<std::string> sets{"run.threads=1", "optim.lr=1e-3", "comm.timeout_s=120", "mesh.dp_replicate=1", "run.steps=3"};
     sets.insert(sets.end(), layout.sets.begin(), layout.sets.end());
+    if (known) sets.insert(sets.end(), {"data.documents=none", "comm.backend=shm", "comm.algorithm=auto"});
     try {
       Config made = config(layout.family, sets);
+      if (known && made.model.experts > 0 && made.mesh.ep * made.mesh.expert_tp > 1) return std::nullopt;
       const int ranks = made.mesh.dp_replicate.value_or(1) * made.mesh.dp_shard.value_or(1) * made.mesh.pp * made.mesh.cp * made.mesh.tp;
       validate(made, ranks);
       check_pipeline(made, mesh_shape(made.mesh, made.zero.stage, ranks));
@@ -37,33 +45,67 @@ class RandomLayoutPlans : public testing_support::TrainFixture {
     }
   }
 
-  /// The largest total of each rank.
-  static std::vector<int64_t> planned(const Config& config, int world) {
-    std::vector<int64_t> peaks(static_cast<size_t>(world), -1);
+  using Peaks = std::vector<MemoryByCategory>;  ///< of each rank, at its largest total
+
+  /// Of ranks that are in no class: nothing.
+  static Peaks planned(const Config& config, int world) {
+    Peaks peaks(static_cast<size_t>(world));
     for (const auto& ranks : plan::dry_run(config, world).ranks) {
-      for (const int rank : ranks.examples) peaks[static_cast<size_t>(rank)] = std::accumulate(ranks.peak_bytes.begin(), ranks.peak_bytes.end(), int64_t{0});
+      for (const int rank : ranks.examples) peaks[static_cast<size_t>(rank)] = ranks.peak_bytes;
     }
     return peaks;
+  }
+
+  /// What training takes, and nothing that a test looks at beside it.
+  Peaks taken(const Config& config, int world) const {
+    Peaks peaks(static_cast<size_t>(world));
+    const auto text = corpus(config);
+    const auto body = [&](comm::World& ranks) {
+      const Mesh mesh(ranks, mesh_shape(config.mesh, config.zero.stage, world));
+      RankScope scope(config, ranks.local_size());
+      Stepper stepper(config, mesh, at::kCPU, scope);
+      data::Loader loader(text, loader_options(config, mesh));
+      MemoryByCategory& most = peaks[static_cast<size_t>(ranks.rank())];
+      for (int64_t step = 1; step <= config.run.steps; ++step) {
+        scope.memory().reset_peak();
+        stepper.step(loader.next());
+        if (scope.memory().peak() > total_of(most)) most = scope.memory().peak_by_category();
+      }
+    };
+    comm::run_ranks(world, body, {.backend = config.comm.backend, .algorithm = config.comm.algorithm});
+    return peaks;
+  }
+
+  /// "activations +1200, comm -64": by how much a plan's categories are more than what was taken.
+  static std::string differences(const MemoryByCategory& plan, const MemoryByCategory& real) {
+    std::string text;
+    for (int c = 0; c < num_memory_categories; ++c) {
+      if (plan[c] == real[c]) continue;
+      text += fmt::format("{}{} {:+}", text.empty() ? "" : ", ", to_string(static_cast<MemoryCategory>(c)), plan[c] - real[c]);
+    }
+    return text;
   }
 
   void run_seeds(uint64_t begin, uint64_t end, bool compared) const {
     const std::string lines = write_lines();
     for (uint64_t seed = begin; seed < end; ++seed) {
       const RandomLayout layout = LayoutDice(seed, lines).draw();
-      const auto made = lawful(layout);
+      const auto made = lawful(layout, compared);
       if (!made) continue;
       SCOPED_TRACE("seed " + std::to_string(seed) + ": " + layout.text());
       try {
         const auto [config, world] = *made;
-        const std::vector<int64_t> peaks = planned(config, world);
-        for (int rank = 0; rank < world; ++rank) EXPECT_GT(peaks[static_cast<size_t>(rank)], 0) << "rank " << rank << " is in no class";
+        const Peaks plan = planned(config, world);
+        for (int rank = 0; rank < world; ++rank) EXPECT_GT(total_of(plan[static_cast<size_t>(rank)]), 0) << "rank " << rank << " is in no class";
         if (!compared) continue;
-        const auto real = train(config, world).peak_of_rank;
-        for (int rank = 0; rank < world; ++rank) {
-          const auto want = static_cast<double>(real[static_cast<size_t>(rank)]);
-          EXPECT_NEAR(static_cast<double>(peaks[static_cast<size_t>(rank)]), want, 0.03 * want) << "rank " << rank << " of " << world;
+        const Peaks real = taken(config, world);
+        for (size_t rank = 0; rank < real.size(); ++rank) {
+          const auto want = static_cast<double>(total_of(real[rank])), off = static_cast<double>(total_of(plan[rank])) - want;
+          EXPECT_LE(std::abs(off), kBound * want) << fmt::format("rank {} of {}: {:+.2f}% of {:.0f}: {}", rank, world, 100 * off / want, want,
+                                                                 differences(plan[rank], real[rank]));
         }
       } catch (const std::exception& error) {
+        if (std::string(error.what()).find("give more text") != std::string::npos) continue;  // lines are few where each begins a window
         ADD_FAILURE() << std::string(error.what()).substr(0, 400);
       }
     }
@@ -71,6 +113,8 @@ class RandomLayoutPlans : public testing_support::TrainFixture {
 };
 
 TEST_F(RandomLayoutPlans, WhateverTrainsHasAPlan) { run_seeds(0, 12, /*compared=*/false); }
+
+TEST_F(RandomLayoutPlans, PeaksAreThoseOfTheRun) { run_seeds(12, 32, /*compared=*/true); }
 
 TEST_F(RandomLayoutPlans, DISABLED_Many) {
   const auto [begin, end] = testing_support::seeds_asked(12, 1000);

@@ -16,6 +16,7 @@
 namespace tessera::plan {
 namespace {
 
+using testing::AllOf;
 using testing::Contains;
 using testing::Field;
 using testing::HasSubstr;
@@ -179,6 +180,26 @@ TEST_F(SearchTest, LessMemoryBringsAnotherLayoutAndTooLittleTheNumberOfDevices) 
   const LayoutSearch none = search_layouts(config, 2, machine(), patient());
   EXPECT_EQ(none.best(), nullptr);
   EXPECT_THAT(to_string(none), HasSubstr("none fits"));
+}
+
+TEST_F(SearchTest, PutsTheOptimizerOnTheHostWhereNothingElseFits) {
+  Config config = small();
+  int64_t least = INT64_MAX;
+  for (const LayoutChoice& choice : all_choices(config, 1, machine(), {16})) {
+    least = std::min(least, total_of(largest_class(dry_run(with_settings(config, settings_of(choice, 1)), 1)).peak_bytes));
+  }
+  config.run.memory_limit_bytes = least;
+  const LayoutSearch on_device = search_layouts(config, 1, machine(), patient());
+  ASSERT_NE(on_device.best(), nullptr);
+  EXPECT_FALSE(on_device.best()->choice.host_optimizer);
+  config.run.memory_limit_bytes = least - 1;
+  const LayoutSearch on_host = search_layouts(config, 1, machine(), patient());
+  ASSERT_NE(on_host.best(), nullptr);
+  EXPECT_TRUE(on_host.best()->choice.host_optimizer);
+  EXPECT_THAT(settings_of(on_host.best()->choice, 1), Contains("offload.optimizer=host"));
+  EXPECT_THAT(to_string(on_host), HasSubstr("optimizer on the host"));
+  EXPECT_THAT(on_host.losing, Contains(AllOf(Field(&Loses::what, "optimizer on the device"), Field(&Loses::reason, HasSubstr("needs")))));
+  EXPECT_EQ(on_host.possible, on_device.possible);
 }
 
 TEST_F(SearchTest, ChoosesTheBatchWhereItMay) {

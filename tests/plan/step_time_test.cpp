@@ -139,14 +139,30 @@ class Clock : public testing::Test {
     machine.device.memory_bandwidth = 1;
     machine.device.memory_share = 1;
     machine.inside = {.bandwidth = 1, .latency = 0};
+    machine.device.host_link = 2;
+    machine.device.host_memory = 4;
   }
 
-  RankTime time_of(const Events& events, std::vector<std::string> channels = {}) {
-    RankClock clock(machine, [](const std::string&) { return Placement{.ranks = 2, .hosts = 1, .per_host = 2}; }, std::move(channels));
+  RankTime time_of(const Events& events, std::vector<std::string> channels = {}, bool updates_later = false) {
+    RankClock clock(machine, [](const std::string&) { return Placement{.ranks = 2, .hosts = 1, .per_host = 2}; }, std::move(channels), updates_later);
     for (const Event& event : events) clock.read(event);
     return clock.time();
   }
   static Event operators(int64_t seconds) { return {.what = OperatorEvent{.name = "aten::add", .shape = {1}, .dtype = at::kFloat, .written_bytes = seconds}}; }
+  static Event uses(int64_t storage, int64_t seconds) {
+    Event event = operators(seconds);
+    event.reads = {storage};
+    return event;
+  }
+  static Event copies(int64_t from, int64_t to, int64_t bytes, bool out) {
+    OperatorEvent ran{
+        .name = "aten::copy_", .shape = {1}, .dtype = at::kFloat, .read_bytes = 2 * bytes, .written_bytes = bytes, .crosses = true, .on_host = out};
+    return {.what = std::move(ran), .reads = {to, from}, .writes = {to}};
+  }
+  static Event updates(int64_t gradient, int64_t copy, int64_t bytes) {
+    OperatorEvent ran{.name = "aten::_fused_adamw_", .shape = {1}, .dtype = at::kFloat, .read_bytes = bytes, .on_host = true};
+    return {.what = std::move(ran), .reads = {copy, gradient}, .writes = {copy}};
+  }
   static Event starts(int64_t flight, int64_t seconds, const std::string& group = "dp", const std::string& op = "all_gather") {
     return {.what = CollectiveEvent{.op = op, .group = group, .bytes = seconds, .sent_bytes = seconds}, .writes = {flight}};
   }
@@ -184,6 +200,47 @@ TEST_F(Clock, AHostThatReadsWaitsForTheDevice) {
   machine.device.launch = 1;
   EXPECT_DOUBLE_EQ(time_of({operators(10), {.what = HostReadEvent{.bytes = 4}}, operators(1)}).step, 1 + 10 + 1 + 1);
   EXPECT_DOUBLE_EQ(time_of({operators(10), operators(1)}).step, 1 + 10 + 1);
+}
+
+TEST_F(Clock, ACopyHidesBehindOperators) {
+  const RankTime time = time_of({copies(1, 2, 8, /*out=*/false), operators(3), uses(2, 1)});
+  EXPECT_DOUBLE_EQ(time.step, 8 / 2 + 1);
+  EXPECT_DOUBLE_EQ(time.copied, 1);
+  EXPECT_DOUBLE_EQ(time.computing, 4);
+  EXPECT_DOUBLE_EQ(time_of({copies(1, 2, 8, false), operators(3), uses(3, 1)}).step, 4) << "nobody waits for it, and the step does";
+  EXPECT_DOUBLE_EQ(time_of({operators(3), copies(2, 1, 8, true), operators(2)}).step, 3 + 8 / 2) << "what it takes out is made first";
+  EXPECT_DOUBLE_EQ(time_of({copies(1, 2, 8, false), starts(-1, 5), waits(-1)}).step, 5);
+}
+
+TEST_F(Clock, CopiesOfOneWayFollowEachOther) {
+  EXPECT_DOUBLE_EQ(time_of({copies(1, 2, 8, false), copies(3, 4, 8, false)}).step, 8);
+  EXPECT_DOUBLE_EQ(time_of({copies(1, 2, 8, false), copies(4, 3, 8, true)}).step, 4);
+}
+
+TEST_F(Clock, WhoOverwritesWhatIsCopiedWaits) {
+  Event writes = operators(1);
+  writes.writes = {2};
+  EXPECT_DOUBLE_EQ(time_of({copies(2, 1, 8, true), writes}).step, 4 + 1);
+  const Event anew{.what = MemoryChange{.category = MemoryCategory::Activations, .bytes = 8}, .writes = {2}};
+  EXPECT_DOUBLE_EQ(time_of({copies(2, 1, 8, true), anew, writes}).step, 4) << "other memory, which has the number by now";
+}
+
+// A gradient goes out, the host's cores read and write its state, and the parameter comes back.
+TEST_F(Clock, TheHostUpdatesAtTheRateOfItsMemory) {
+  const Events step{operators(3), copies(1, 2, 8, true), updates(2, 3, 20), copies(3, 4, 8, false)};
+  const RankTime time = time_of(step);
+  EXPECT_DOUBLE_EQ(time.step, 3 + 8 / 2 + 20 / 4 + 8 / 2);
+  EXPECT_DOUBLE_EQ(time.asked, 8 / 2 + 20 / 4);
+  EXPECT_DOUBLE_EQ(time.copied, 8 / 2);
+  EXPECT_DOUBLE_EQ(time.computing + time.asked + time.copied, time.step);
+}
+
+TEST_F(Clock, ADelayedUpdateRunsBesideTheStep) {
+  const auto step = [&](int64_t bytes) {
+    return time_of({copies(3, 4, 8, false), operators(3), copies(1, 2, 8, true), updates(2, 3, bytes)}, {}, /*updates_later=*/true).step;
+  };
+  EXPECT_DOUBLE_EQ(step(20), 3 + 8 / 2);
+  EXPECT_DOUBLE_EQ(step(40), 40 / 4) << "the next one waits for it";
 }
 
 TEST_F(Clock, ActionsAreTimedEachByItself) {
@@ -247,6 +304,27 @@ TEST_F(StepSeconds, OfTheVeryStep) {
   EXPECT_LT(piped.seconds, alone.seconds);
 }
 
+TEST_F(StepSeconds, OfAnUpdateOnTheHost) {
+  Machine machine = machine_of(find_device("h100"));
+  machine.device.launch = machine.device.kernel_gap = 0;
+  const auto plan_of = [&](std::vector<std::string> sets) {
+    sets.insert(sets.end(), {"model.layers=2", "data.seq_len=1024", "batch.global_size=1"});
+    Config config = preset("7b", sets)->config;
+    resolve(config);
+    return dry_run(config, 1, {.machine = machine});
+  };
+  const DryRun device = plan_of({}), host = plan_of({"offload.optimizer=host"});
+  const auto parameters = static_cast<double>(device.parameters);
+  const double there = 28 * parameters / (machine.device.memory_bandwidth * machine.device.memory_share);  // both moments, weight and gradient
+  const double update = 28 * parameters / machine.device.host_memory, copy = 4 * parameters / machine.device.host_link;
+  const double more = host.time->seconds - device.time->seconds + there;
+  EXPECT_GT(more, update);
+  EXPECT_LT(more, 1.01 * (update + 2 * copy)) << "of which some is hidden";
+  EXPECT_GT(host.time->copied, 0);
+  EXPECT_NEAR(host.time->computing + host.time->asked + host.time->copied, host.time->seconds, 1e-6 * host.time->seconds);
+  EXPECT_EQ(device.time->copied, 0);
+}
+
 // ---- what devices reach
 
 TEST(Machines, AreWhatTheMakerSaysAndWhatIsReachedOfIt) {
@@ -256,12 +334,17 @@ TEST(Machines, AreWhatTheMakerSaysAndWhatIsReachedOfIt) {
   EXPECT_DOUBLE_EQ(h100.inside.bandwidth, 0.8 * 450e9);
   EXPECT_DOUBLE_EQ(h100.inside.latency, 7e-6);
   EXPECT_DOUBLE_EQ(h100.across.bandwidth, 0.9 * 50e9);
+  EXPECT_DOUBLE_EQ(h100.device.host_link, 0.8 * 63e9);
+  EXPECT_DOUBLE_EQ(h100.device.host_memory, 0.8 * 614.4e9 / 8) << "which eight devices share";
   for (const auto& name : device_names()) {
     const Machine machine = machine_of(find_device(name));
     EXPECT_GT(machine.inside.bandwidth, 0) << name;
     EXPECT_GT(machine.across.bandwidth, 0) << name;
     EXPECT_LT(machine.across.bandwidth, machine.device.memory_bandwidth) << name;
     EXPECT_GE(machine.devices_per_host, 1) << name;
+    EXPECT_GT(machine.device.host_link, 10e9) << name;
+    EXPECT_GT(machine.device.host_memory, 10e9) << name;
+    EXPECT_LT(machine.device.host_link, machine.device.memory_bandwidth) << name;
   }
 }
 

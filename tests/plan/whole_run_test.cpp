@@ -27,7 +27,12 @@ TEST(WholeRun, IsStepsTimesAStep) {
   EXPECT_DOUBLE_EQ(run.seconds.value(), 3600);
   EXPECT_DOUBLE_EQ(run.device_hours.value(), 1024);
   EXPECT_DOUBLE_EQ(run.kilowatt_hours.value(), 716.8);
-  EXPECT_EQ(to_string(run), "the whole run: 4.00 B tokens in 1000 steps: 1 h 00 m, 1.02 K device hours, 717 KWh\n");
+  EXPECT_EQ(to_string(run), "the whole run: 4.00 B tokens in 1000 steps: 1 h 00 m, 1.02 K device hours, 717 kWh\n");
+  const auto energy = [&](double watts) { return to_string(whole_run(step, 1000, watts)); };
+  EXPECT_THAT(energy(0.01), HasSubstr(", 0.0102 kWh"));
+  EXPECT_THAT(energy(976.5), HasSubstr(", 1 MWh")) << "not 1e+03 kWh";
+  EXPECT_THAT(energy(5e6), HasSubstr(", 5.12 GWh"));
+  EXPECT_THAT(energy(5e9), HasSubstr(", 5.12 TWh"));
   EXPECT_THAT(to_string(whole_run(step, 240'000, {})), HasSubstr("10.0 days"));
   EXPECT_FALSE(whole_run(step, 1, {}).kilowatt_hours);
   EXPECT_EQ(to_json(run).size(), 5);
@@ -48,6 +53,20 @@ TEST_F(Preflight, SaysWhatItFound) {
   EXPECT_THAT(preflight(config("llama", {"mesh.tp=2"}), 2, 2, 0), StartsWith("preflight: 2 ranks would meet in all calls of a step; rank "));
 }
 
+// Before anything is launched: one stage of a pipeline is told of other sequences than its neighbour.
+TEST_F(Preflight, RefusesACollectiveThatDoesNotMatch) {
+  const Config piped = config("llama", {"mesh.pp=2"});
+  const auto otherwise = [](const Config& told, int rank) {
+    Config own = told;
+    if (rank == 1) own.data.seq_len = 12;
+    return own;
+  };
+  EXPECT_THAT(refusal([&] { preflight(piped, 2, 2, 0, {.told = otherwise}); }),
+              AllOf(StartsWith("mesh: ranks of this layout would wait for each other in vain: "), HasSubstr("sent 2304 bytes"),
+                    HasSubstr("received 3072 bytes"), HasSubstr("no run of this one would end")));
+  EXPECT_NO_THROW(preflight(piped, 2, 2, 0, {.told = [](const Config& told, int) { return told; }}));
+}
+
 TEST_F(Preflight, RefusesWhatDoesNotFit) {
   Config tight = config("llama");
   tight.run.memory_limit_bytes = total_of(largest_class(dry_run(tight, 2)).peak_bytes) - 1;
@@ -57,6 +76,7 @@ TEST_F(Preflight, RefusesWhatDoesNotFit) {
   const int64_t peak = total_of(largest_class(dry_run(any, 2)).peak_bytes);
   EXPECT_THAT(refusal([&] { preflight(any, 2, 2, peak); }), AllOf(StartsWith("model: --preflight: the 2 ranks on this host need "), HasSubstr("it has ")));
   EXPECT_NO_THROW(preflight(any, 2, 2, 3 * peak));
+  EXPECT_THAT(refusal([&] { preflight(any, 4, 4, 3 * peak); }), HasSubstr("the 4 ranks on this host need ")) << "several of a class";
   EXPECT_NO_THROW(preflight(any, 2, 1, peak + peak / 8)) << "one of two hosts";
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tomllib
 import unittest
 
@@ -101,6 +102,40 @@ class Plan(SystemTest):
         self.assertLess(abs(plain["hfu"] / plain["mfu"] - 1), 0.1)
         self.assertGreater(again["hfu"] / again["mfu"], 1.2)
         self.assertGreater(again["step_s"], plain["step_s"])
+
+    def test_every_preset_has_a_plan(self):
+        names = re.search(r"presets: (.*), or a number", self.refusal(run("plan", "no_such_preset"))).group(1).split()
+        self.assertIn("llama3-405b", names)
+        for name in names:
+            with self.subTest(preset=name):
+                answer = self.plan(name, "--world", 64, "--device", "b200", sets=("zero.stage=3", "batch.global_size=64"))
+                self.assertEqual(sum(ranks["count"] for ranks in answer["ranks"]), 64)
+                self.assertGreater(answer["ranks"][0]["peak_bytes"]["params"], answer["parameters"] * 4 // 64)
+                self.assertGreater(answer["step_s"], 0)
+
+    def test_a_preflight_passes_what_is_sound_and_refuses_the_rest_before_a_step(self):
+        flags = ("--nproc", 2, "--preflight", "--set", "zero.stage=3", "--set", "run.steps=4")
+        sound, tight = self.folder / "sound", self.folder / "tight"
+        done = run("train", self.recipe, *flags, "--set", f"log.dir={sound}")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stderr.count("preflight: 2 ranks would meet in all calls of a step"), 1, done.stderr)
+        self.assertEqual(len(metrics(sound)), 4)
+        refusal = self.refusal(run("train", self.recipe, *flags, "--set", f"log.dir={tight}", "--set", "run.memory_limit_bytes=300000"))
+        self.assertRegex(refusal, r"run.memory_limit_bytes = 300000: --preflight: a step needs \d+ on rank \d")
+        self.assertFalse((tight / "metrics.jsonl").exists())
+
+    def test_a_measured_device_is_one_to_plan_for(self):
+        here = self.folder / "here.toml"
+        done = run("bench", "device", "--threads", 1, "--seconds", 0.01, "-o", here)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        measured = tomllib.loads(here.read_text())
+        self.assertEqual(tomllib.loads(done.stdout), measured)
+        self.assertGreater(measured["tflops"]["fp32"], 0)
+        self.assertGreater(measured["host"]["gb_per_s"], 0)
+        on_device, on_host = (self.plan(self.recipe, "--device", here, sets=(f"offload.optimizer={place}",)) for place in ("device", "host"))
+        self.assertGreater(on_device["step_s"], 0)
+        self.assertEqual(on_device["time"]["waiting_for_copies"], 0)
+        self.assertGreater(on_host["step_s"], on_device["step_s"], "its copies cross the same memory")
 
     def test_a_search_names_a_layout_that_plan_and_train_take(self):
         found = self.folder / "found.toml"

@@ -14,7 +14,8 @@ namespace tessera::testing_support {
 /// What rank 0 holds between the backward pass and the update of its second step, and at the peak of that step.
 struct HeldBytes {
   MemoryByCategory held{}, peak{};
-  double parameters = 0;  ///< of the whole model
+  MemoryByCategory beside{};  ///< the device, when most was there
+  double parameters = 0;      ///< of the whole model
 
   double per_parameter(MemoryCategory category) const { return static_cast<double>(held[static_cast<size_t>(category)]) / parameters; }
   /// (w, g, k) as measured.
@@ -22,6 +23,10 @@ struct HeldBytes {
     return {.weight = per_parameter(MemoryCategory::Parameters),
             .gradient = per_parameter(MemoryCategory::Gradients),
             .state = per_parameter(MemoryCategory::Optimizer)};
+  }
+  BytesPerParameter beside_device() const {
+    const auto of = [&](MemoryCategory category) { return static_cast<double>(beside[static_cast<size_t>(category)]) / parameters; };
+    return {.weight = of(MemoryCategory::Parameters), .gradient = of(MemoryCategory::Gradients), .state = of(MemoryCategory::Optimizer)};
   }
   /// What no formula of parameters knows of: activations, outputs, buffers of communication.
   int64_t buffers_at_peak() const {
@@ -55,7 +60,7 @@ inline HeldBytes held_bytes(const Config& config, int ranks) {
       for (auto& micro : batch.micro_batches) micro.tokens.fill_(step), micro.labels.fill_(1);
       MemoryByCategory held{};
       stepper.step(batch, {.gradients_ready = [&] { held = scope.memory().current_by_category(); }});
-      if (world.rank() == 0) result.held = held, result.peak = scope.memory().peak_by_category();
+      if (world.rank() == 0) result.held = held, result.peak = scope.memory().peak_by_category(), result.beside = scope.memory().host_peak_by_category();
     }
   };
   comm::run_ranks(ranks, body, {.backend = "shm"});  // Gloo's worker may hold on to tensors for a while

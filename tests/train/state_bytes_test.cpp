@@ -64,5 +64,42 @@ TEST(StateBytes, AreWhatTheTrackerMeasures) {
   }
 }
 
+// A device's memory is none of the host's, and the other way round.
+TEST(StateBytes, BesideTheDeviceAreWhatTheTrackerMeasures) {
+  const Sets state{"offload.optimizer=host"}, streamed{"offload.optimizer=host", "offload.gradients=host"};
+  const auto with = [](Sets sets, const Sets& more) {
+    sets.insert(sets.end(), more.begin(), more.end());
+    return sets;
+  };
+  const Sets all = with(streamed, {"zero.stage=3", "offload.params=host"}), masters{"precision.params=bf16", "precision.compute=bf16"};
+  const auto stage = [&](int number, const Sets& sets) { return with(sets, {"zero.stage=" + std::to_string(number)}); };
+  for (const auto& [sets, ranks] : std::vector<std::pair<Sets, int>>{{state, 1},
+                                                                     {stage(1, state), 2},
+                                                                     {stage(3, state), 2},
+                                                                     {with(state, masters), 1},
+                                                                     {with(state, {"offload.update=device"}), 1},
+                                                                     {streamed, 1},
+                                                                     {stage(2, streamed), 2},
+                                                                     {all, 2}}) {
+    SCOPED_TRACE(::testing::PrintToString(sets));
+    const Config config = testing_support::formula_config(sets);
+    const auto held = testing_support::held_bytes(config, ranks);
+    const auto measured = held.beside_device(), expected = beside_device_per_parameter(config, bytes_per_parameter(config), ranks);
+    const double rounding = 0.01 * expected.total(), on_its_way = static_cast<double>(config.zero.bucket_bytes) / held.parameters;
+    EXPECT_NEAR(measured.weight + measured.state, expected.weight + expected.state, rounding);  // copies count as state here and there
+    EXPECT_GE(measured.gradient, expected.gradient - rounding);
+    EXPECT_LE(measured.gradient, expected.gradient + rounding + (config.offload.gradients.is("host") ? on_its_way : 0));
+    EXPECT_EQ(on_host_per_parameter(config, ranks, /*on_cpu=*/false).total(), expected.total());
+  }
+  const auto on = [](const Sets& sets, bool cpu) { return on_host_per_parameter(testing_support::formula_config(sets), 2, cpu).total(); };
+  EXPECT_EQ(on({}, true), 16);
+  EXPECT_EQ(on({}, false), 0) << "all of it lies on the device";
+  EXPECT_EQ(on(all, false), 8);
+  EXPECT_EQ(on(all, true), 8);
+  EXPECT_EQ(on(state, false), 16) << "state, the copies and their gradients";
+  EXPECT_EQ(on(state, true), 24);
+  EXPECT_EQ(on({"offload.optimizer=disk"}, true), 16) << "copies and gradients twice, state nowhere";
+}
+
 }  // namespace
 }  // namespace tessera
