@@ -222,6 +222,7 @@ TEST_F(SimEngineTest, AFlightRecordTellsHowFarADeviceHasCome) {
     EXPECT_EQ(last().number, before) << "what a graph captures is none of the record's";
   }
   std::filesystem::remove_all(dir);
+}
 
 TEST_F(SimEngineTest, StagedResultsComeBehindWhoeverReadsTheirMemory) {
   comm::run_ranks(2,
