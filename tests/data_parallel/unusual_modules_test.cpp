@@ -152,6 +152,41 @@ TEST(Ddp, AModuleWithoutTrainableParametersIsRefused) {
               HasSubstr("module 'Nothing' has no parameter that requires a gradient"));
 }
 
+TEST(Ddp, WhatIsRegisteredAfterWrappingIsRefusedByName) {
+  const auto add = [](Net& net) { return net.register_parameter("gain", at::ones({3})); };
+  const auto train = [](const at::Tensor& gain, Net& net) { (net.forward(whole_batch(samples).x) * gain).sum().backward(); };
+  const auto refused = HasSubstr("data parallelism: 'gain' of module ");
+  run_ranks(2, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    const at::Tensor late = add(net);
+    EXPECT_THAT(refusal([&] { train(late, net); }), refused);
+    late.set_requires_grad(false);
+    train(late, net);
+    late.set_requires_grad(true);
+    ddp.begin_step();
+    train(late, net);
+    EXPECT_THAT(refusal([&] { ddp.finish(); }), refused);
+
+    torch::nn::Module layer;  // whoever wraps it by itself takes care of it
+    layer.register_parameter("gain", late);
+    const DistributedDataParallel beside(layer, world.group());
+    net.zero_grad();
+    train(late, net);
+  });
+  run_ranks(2, [&](World& world) {  // in the place of another
+    Net net;
+    const DistributedDataParallel ddp(net, world.group(), {.find_unused_parameters = true});
+    net.middle = net.replace_module("middle", torch::nn::Linear(net.middle->options));
+    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("'middle.weight', 'middle.bias' of module "));
+  });
+  run_ranks(2, [&](World& world) {  // what a wrapper was told to leave out
+    Net net;
+    const DistributedDataParallel ddp(net, world.group(), {.only = [](const nn::NamedParameter& parameter) { return parameter.name != "gain"; }});
+    train(add(net), net);
+  });
+}
+
 TEST(Ddp, BuffersFollowRankZero) {
   for (const BufferBroadcast when : {BufferBroadcast::Never, BufferBroadcast::AtStart, BufferBroadcast::EachStep}) {
     run_ranks(3, [&](World& world) {
