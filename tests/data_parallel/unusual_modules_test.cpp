@@ -13,6 +13,7 @@ namespace {
 
 using comm::run_ranks;
 using comm::World;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using namespace testing_support;
 
@@ -107,6 +108,21 @@ TEST(Ddp, FindUnusedGivesZerosFromRanksWithoutAGradient) {
       EXPECT_FALSE(odd.frozen.grad().defined());
     }
   });
+}
+
+TEST(Ddp, ALoopOfLibtorchsIsToldOnceOfTensorsThatItsOptimizersUpdateTwice) {
+  ::testing::internal::CaptureStderr();
+  run_ranks(2, [&](World& world) {
+    Odd odd;
+    DistributedDataParallel ddp(odd, world.group(), {.find_unused_parameters = true});
+    for (int step = 0; step < 2; ++step) odd.forward(true).backward();
+    Net net;  // has none
+    DistributedDataParallel other(net, world.group());
+    backward(net, whole_batch(samples));
+  });
+  const std::string said = ::testing::internal::GetCapturedStderr(), tied = "data parallelism: registered under two names or more: 'tied' ('tied_again'). ";
+  EXPECT_THAT(said, AllOf(HasSubstr(tied), HasSubstr("tessera::nn::unique_parameters(model)")));
+  EXPECT_EQ(said.find("registered under"), said.rfind("registered under"));
 }
 
 TEST(Ddp, AParameterUsedInAnEarlierMicroBatchOnlyIsReduced) {
