@@ -43,21 +43,24 @@ void settle_wrappers(const torch::nn::Module& model) {
 
 bool is_state(std::string_view stored) { return stored.starts_with("optimizer."); }
 
-constexpr std::string_view kMaster = "optimizer.master.";
+constexpr std::string_view kMaster = "optimizer.master.", kNext = "optimizer.next.";
 
 /// Where the checkpoint has no masters for those that are held here, the stored weights fill them. Where it has some for weights that have none here, or are
-/// of another type here, those are what was trained: they fill the weights after the stored ones, which say less.
+/// of another type here, those are what was trained: they fill the weights after the stored ones, which say less. Where an update is delayed, masters are of
+/// the copies that are one update ahead, and stand in for these alone.
 void fill_across_masters(std::vector<SlicedTensor>& targets, const Manifest& source) {
   std::set<std::string> held;
   for (const auto& target : targets) held.insert(target.slice.name);
   const size_t own = targets.size();
   for (size_t i = 0; i < own; ++i) {
     const std::string& name = targets[i].slice.name;
+    const std::string parameter(parameter_of(name)), next = std::string(kNext) + parameter;
+    const bool delayed = source.tensors.contains(next);
     if (name.starts_with(kMaster) && !source.tensors.contains(name)) {
-      std::string weight = std::string(kModel) + name.substr(kMaster.size());
+      std::string weight = delayed ? next : std::string(kModel) + parameter;
       if (source.tensors.contains(weight)) targets[i].slice.name = std::move(weight);
-    } else if (name.starts_with(kModel)) {
-      const std::string master = std::string(kMaster) + name.substr(kModel.size());
+    } else if (name.starts_with(delayed ? kNext : kModel)) {
+      const std::string master = std::string(kMaster) + parameter;
       const auto weight = source.tensors.find(name);
       const bool same = weight != source.tensors.end() && weight->second.dtype == dtype_name(targets[i].tensor.scalar_type());
       if (source.tensors.contains(master) && !(same && held.contains(master))) targets.push_back({targets[i].tensor, renamed(targets[i].slice, master)});

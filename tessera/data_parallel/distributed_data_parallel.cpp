@@ -60,6 +60,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
  private:
   void prepare() override {
     if (planned_ != trained_) plan_for_trained();
+    if (plain_ && group_.rank() == 0 && !std::exchange(told_of_tied_, true)) warn_of_tied("data parallelism", parameters_);
     renew_buckets();
     parameter_writes_.clear();
     options_.hook->begin_step();
@@ -278,7 +279,8 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   std::vector<bool> prepared_ = std::vector<bool>(parameters_.size());  ///< which the hook knows
   BucketLayout plan_;
   bool adopts_order_ = false;  ///< this step's order of arrival makes the plan anew
-  bool stale_ = false;         ///< the buckets are not those of plan_, or somebody may still write in them
+  bool told_of_tied_ = false;
+  bool stale_ = false;  ///< the buckets are not those of plan_, or somebody may still write in them
 
   std::vector<GradientBucket> buckets_;
   std::vector<at::Tensor> views_;  ///< by parameter; undefined while its bucket has no memory

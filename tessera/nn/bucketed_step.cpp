@@ -34,6 +34,7 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
       module_(module),
       options_(std::move(options)),
       forms_(parameters_),
+      late_(module, options_.only),
       bucket_of_(parameters_.size()),
       used_(parameters_),
       protocol_(options_.technique, std::move(holds), nn::Turn(parameters_.front().name),
@@ -359,10 +360,12 @@ void BucketedStep::complete() {
   }
   complete_step();
   if (options_.buffers == BufferBroadcast::EachStep) share_buffers();
-  if (options_.find_unused_parameters) return;
-  const std::string name = site("unused");
-  const comm::CallSite scope(name);
-  plain_ ? used_.refuse_unused_anywhere(options_.groups) : used_.refuse_unused(options_.groups.front());
+  if (!options_.find_unused_parameters) {
+    const std::string name = site("unused");
+    const comm::CallSite scope(name);
+    plain_ ? used_.refuse_unused_anywhere(options_.groups) : used_.refuse_unused(options_.groups.front());
+  }
+  late_.refuse(options_.technique);
 }
 
 /// In rounds over the buckets, so that a bucket's next collective runs while the others' results are worked on.

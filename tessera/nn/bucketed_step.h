@@ -14,6 +14,7 @@
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_relay.h"
 #include "tessera/nn/gradient_synchronizer.h"
+#include "tessera/nn/late_parameters.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/replicas.h"
 #include "tessera/nn/step_protocol.h"
@@ -174,7 +175,8 @@ class BucketedStep {
   GradientSynchronizer& self_;
   torch::nn::Module& module_;
   Options options_;
-  nn::ParameterForms forms_;                  ///< as they were wrapped
+  nn::ParameterForms forms_;  ///< as they were wrapped
+  nn::LateParameters late_;
   int num_ranks_ = 1;                         ///< that share a batch
   std::vector<size_t> bucket_of_;             ///< by parameter
   std::shared_ptr<nn::StepPhase> own_phase_;  ///< null where an engine's is followed

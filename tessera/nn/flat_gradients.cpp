@@ -9,6 +9,7 @@
 #include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
+#include "tessera/core/log.h"
 #include "tessera/nn/gradient_dispatcher.h"
 
 // A gradient that lies in its bucket is not copied before the collective nor after it. It must not be a view in autograd's eyes, which refuses to detach views
@@ -35,6 +36,19 @@ std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& mod
   require(std::ranges::any_of(parameters, [](const auto& parameter) { return parameter.tensor.requires_grad(); }), "data parallelism: module '", module.name(),
           "' has no parameter that requires a gradient", only ? ", among those that `only` picks" : "", "; there is nothing to keep equal");
   return parameters;
+}
+
+void warn_of_tied(const std::string& technique, const std::vector<nn::NamedParameter>& parameters) {
+  std::string tied;
+  for (const auto& [name, tensor, aliases] : parameters) {
+    if (!tensor.requires_grad() || aliases.empty()) continue;
+    tied += (tied.empty() ? "'" : ", '") + name + "' ('" + aliases.front() + "')";
+  }
+  if (tied.empty()) return;
+  log().warn(
+      "{}: registered under two names or more: {}. An optimizer of torch::optim over model.parameters(), which lists such a tensor by each name, updates it as "
+      "often in a step, and torch::nn::utils::clip_grad_norm_ counts it so; give them the tensors of tessera::nn::unique_parameters(model)",
+      technique, tied);
 }
 
 void require_disjoint(const char* technique, const comm::Group& shard, const comm::Group& replicate) {

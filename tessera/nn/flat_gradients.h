@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +17,10 @@ namespace tessera {
 /// Parameters of `module` that have a gradient or may have one later (of a floating dtype, frozen ones too), each once, of those in `only`. Throws ConfigError
 /// where none wants one now.
 std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& module, const nn::ParameterFilter& only = {});
+
+/// Says aloud which of them are registered under several names: libtorch's parameters() lists those as often, its optimizers update them as often a step, and
+/// its clip_grad_norm_ counts them so, on one device and on several. Where a program's own loop begins, on one rank.
+void warn_of_tied(const std::string& technique, const std::vector<nn::NamedParameter>& parameters);
 
 /// Throws ConfigError where ranks between which parameters are cut are taken for replicas of one another.
 void require_disjoint(const char* technique, const comm::Group& shard, const comm::Group& replicate);

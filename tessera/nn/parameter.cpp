@@ -180,6 +180,11 @@ std::vector<Sharing> sharings_of(const at::Tensor& tensor) {
   return data ? data->sharings : std::vector<Sharing>{};
 }
 
+bool is_shared_over(const at::Tensor& parameter, const std::string& axis) {
+  const auto data = data_of(parameter);
+  return data && std::ranges::any_of(data->sharings, [&](const Sharing& sharing) { return sharing.axis == axis; });
+}
+
 std::string whole_name(const std::string& given, const std::string& path) { return given.empty() || path.ends_with("." + given) ? path : given; }
 
 void refuse_shared_names(const torch::nn::Module& root) {

@@ -29,6 +29,9 @@ void add_sharing(const at::Tensor& parameter, Sharing sharing);
 /// Of a parameter, or of what is updated in its place (set_updated_for). None: every rank that computes with it has all of it, or there is but one.
 std::vector<Sharing> sharings_of(const at::Tensor& tensor);
 
+/// Whether the parameter, as it is now, has a Sharing for the axis: libtorch's set_data takes away what is known of it.
+bool is_shared_over(const at::Tensor& parameter, const std::string& axis);
+
 /// Of these parameters, those that this rank answers for in a norm: what several ranks of a group hold alike counts on the first of them.
 std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& parameters);
 

@@ -38,6 +38,35 @@ namespace {
 
 using tensor_parallel::convertible;
 
+/// Refuses to compute with parts of which libtorch has forgotten what they are parts of: gradients would miss the other ranks' terms, and checkpoints would
+/// take a part for the whole.
+class KnownParts final : public nn::Interceptor {
+ public:
+  KnownParts(std::string axis, const std::vector<at::Tensor>& parameters) : axis_(std::move(axis)) {
+    for (const at::Tensor& parameter : parameters) parts_.push_back({nn::slice_of(parameter).name, Weak(parameter.getIntrusivePtr())});
+  }
+
+  nn::Values call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) override {
+    for (const auto& [name, weak] : parts_) {
+      auto impl = weak.lock();
+      require(
+          !impl || nn::is_shared_over(at::Tensor(std::move(impl)), axis_), "parallelize_module: '", name, "', which ranks of ", axis_,
+          " share out, was given other data since (Module::to, set_data, torch::load), and what it is a part of went with the data it had; change the dtype "
+          "before parallelize_module, or by tessera::precision::apply(*model, {.params = ..., .compute = ...}) before materialize");
+    }
+    return next(std::move(inputs));
+  }
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  struct Part {
+    std::string name;
+    Weak tensor;
+  };
+  std::string axis_;
+  std::vector<Part> parts_;
+};
+
 /// Carries a plan out on one module after the other. A style that computes owns its module; Prepare* add to it.
 class Builder {
  public:
@@ -54,6 +83,7 @@ class Builder {
     if (size() == 1) return;
     attached_.add(nn::attach(module, std::move(interceptor)));
     attached_.add(nn::expect_call(module, "parallelize_module: " + style_ + " of '" + path + "'"));
+    attach_check(module);
     if (!options_.check_inputs) return;
     for (const int argument : std::visit([&](const auto& one) { return from_outside(one); }, style)) {
       attached_.add(nn::attach(module, tensor_parallel::same_input(context_, argument)));
@@ -102,6 +132,15 @@ class Builder {
     auto* impl = dynamic_cast<Impl*>(&module);
     check(impl != nullptr, "it is no ", kind, " but ", module.name(), "; give the style to the layer itself");
     return *impl;
+  }
+
+  /// Around the call of what has parameters that the style has cut, or of whose gradients ranks have terms.
+  void attach_check(nn::Module& module) {
+    std::vector<at::Tensor> shared;
+    for (const at::Tensor& parameter : module.parameters()) {
+      if (owners_.contains(&module) && sharings_.contains(parameter.unsafeGetTensorImpl())) shared.push_back(parameter);
+    }
+    if (!shared.empty()) attached_.add(nn::attach(module, std::make_shared<KnownParts>(context_->group.name(), shared)));
   }
 
   void check_layouts(TensorLayout from, TensorLayout to, const char* which) const {

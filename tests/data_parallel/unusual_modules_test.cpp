@@ -13,6 +13,7 @@ namespace {
 
 using comm::run_ranks;
 using comm::World;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using namespace testing_support;
 
@@ -109,6 +110,21 @@ TEST(Ddp, FindUnusedGivesZerosFromRanksWithoutAGradient) {
   });
 }
 
+TEST(Ddp, ALoopOfLibtorchsIsToldOnceOfTensorsThatItsOptimizersUpdateTwice) {
+  ::testing::internal::CaptureStderr();
+  run_ranks(2, [&](World& world) {
+    Odd odd;
+    DistributedDataParallel ddp(odd, world.group(), {.find_unused_parameters = true});
+    for (int step = 0; step < 2; ++step) odd.forward(true).backward();
+    Net net;  // has none
+    DistributedDataParallel other(net, world.group());
+    backward(net, whole_batch(samples));
+  });
+  const std::string said = ::testing::internal::GetCapturedStderr(), tied = "data parallelism: registered under two names or more: 'tied' ('tied_again'). ";
+  EXPECT_THAT(said, AllOf(HasSubstr(tied), HasSubstr("tessera::nn::unique_parameters(model)")));
+  EXPECT_EQ(said.find("registered under"), said.rfind("registered under"));
+}
+
 TEST(Ddp, AParameterUsedInAnEarlierMicroBatchOnlyIsReduced) {
   run_ranks(2, [&](World& world) {
     Odd odd;
@@ -150,6 +166,41 @@ TEST(Ddp, AModuleWithoutTrainableParametersIsRefused) {
   torch::nn::Module module("Nothing");
   EXPECT_THAT(refusal([&] { DistributedDataParallel ddp(module, comm::Group::self()); }),
               HasSubstr("module 'Nothing' has no parameter that requires a gradient"));
+}
+
+TEST(Ddp, WhatIsRegisteredAfterWrappingIsRefusedByName) {
+  const auto add = [](Net& net) { return net.register_parameter("gain", at::ones({3})); };
+  const auto train = [](const at::Tensor& gain, Net& net) { (net.forward(whole_batch(samples).x) * gain).sum().backward(); };
+  const auto refused = HasSubstr("data parallelism: 'gain' of module ");
+  run_ranks(2, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    const at::Tensor late = add(net);
+    EXPECT_THAT(refusal([&] { train(late, net); }), refused);
+    late.set_requires_grad(false);
+    train(late, net);
+    late.set_requires_grad(true);
+    ddp.begin_step();
+    train(late, net);
+    EXPECT_THAT(refusal([&] { ddp.finish(); }), refused);
+
+    torch::nn::Module layer;  // whoever wraps it by itself takes care of it
+    layer.register_parameter("gain", late);
+    const DistributedDataParallel beside(layer, world.group());
+    net.zero_grad();
+    train(late, net);
+  });
+  run_ranks(2, [&](World& world) {  // in the place of another
+    Net net;
+    const DistributedDataParallel ddp(net, world.group(), {.find_unused_parameters = true});
+    net.middle = net.replace_module("middle", torch::nn::Linear(net.middle->options));
+    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("'middle.weight', 'middle.bias' of module "));
+  });
+  run_ranks(2, [&](World& world) {  // what a wrapper was told to leave out
+    Net net;
+    const DistributedDataParallel ddp(net, world.group(), {.only = [](const nn::NamedParameter& parameter) { return parameter.name != "gain"; }});
+    train(add(net), net);
+  });
 }
 
 TEST(Ddp, BuffersFollowRankZero) {

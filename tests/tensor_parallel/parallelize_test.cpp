@@ -6,6 +6,7 @@
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/sharing.h"
+#include "tests/refusal.h"
 #include "tests/test_device.h"
 
 namespace tessera {
@@ -220,6 +221,22 @@ TEST(TensorParallel, AModuleOfTheUserThatIsCalledDirectlyIsNamed) {
       refused = error.what();
     }
     EXPECT_THAT(refused, AllOf(HasSubstr("PrepareInput of 'gated'"), HasSubstr("`layer(x)` for `layer->forward(x)`")));
+  });
+}
+
+/// libtorch gives the parameters other data, which says nothing of the whole that they are parts of.
+TEST(TensorParallel, AnotherDtypeAfterTheCutIsRefusedAtTheNextForward) {
+  run_ranks(2, [](World& world) {
+    for (const bool norms_alone : {false, true}) {
+      TokenNet net = on_meta([] { return TokenNet(); });
+      const auto tensor = parallelize_module(net, world.group(), token_net_plan(/*sequence=*/true));
+      materialize(net, 7);
+      const Sample batch = sample(3, 8, 29);
+      net(batch.tokens, batch.labels);
+      norms_alone ? net->norm->to(at::kDouble) : net->to(at::kDouble);
+      const std::string part = norms_alone ? "'norm.weight'" : "'embed.weight'";
+      EXPECT_THAT(testing_support::refusal([&] { net(batch.tokens, batch.labels); }), AllOf(HasSubstr(part), HasSubstr("precision::apply")));
+    }
   });
 }
 

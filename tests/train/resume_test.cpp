@@ -104,6 +104,29 @@ TEST_F(Resume, ADelayedUpdateLeavesFrozenWeightsAsTheyWereSaved) {
   }
 }
 
+/// The newest weights are those of the copies that are one update ahead; those of the model stay what they were.
+TEST_F(Resume, ADelayedUpdateGoesOnInWeightsOfAnotherType) {
+  const Layout host{"delayed", 1, {"offload.optimizer=host", "offload.delayed_update=true"}};
+  const std::map<std::string, Sets> types{{"fp32", {}},
+                                          {"bf16 with masters", {"precision.params=bf16"}},
+                                          {"bf16 alone", {"precision.params=bf16", "precision.master=bf16", "precision.reduce=bf16"}}};
+  for (const auto& [before, was] : types) {
+    std::filesystem::remove_all(saved(host));
+    run_saving(host, was);
+    const auto state = stored(saved(host, kSaved));
+    for (const auto& [after, is] : types) {
+      if (before == after) continue;
+      SCOPED_TRACE(before + " to " + after);
+      for (const auto& [name, tensor] : loaded(host, is, saved(host, kSaved))) {
+        const std::string parameter(checkpoint::parameter_of(name)), kind(checkpoint::state_of(name));
+        const bool newest = kind == "master" || kind == optim::kNextState, has_master = state.contains("optimizer.master." + parameter);
+        const at::Tensor want = state.at(!newest ? name : (has_master ? "optimizer.master." : "optimizer.next.") + parameter);
+        EXPECT_TRUE(at::equal(tensor, want.to(tensor.scalar_type()))) << name;
+      }
+    }
+  }
+}
+
 TEST_F(Resume, EveryLayoutGoesOnInEveryOther) {
   const std::vector<Layout> all(layouts().begin(), layouts().begin() + 5);
   expect_each_goes_on(all, {0, 1, 2, 3, 4});

@@ -795,5 +795,14 @@ TEST(ZeroPlainLoop, RanksThatTrainOtherParametersAreRefused) {
   }
 }
 
+TEST(ZeroPlainLoop, WhatIsRegisteredAfterWrappingIsRefusedByName) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    const ShardedDataParallel zero(net, groups_of(world, 1), {.stage = 2});
+    const at::Tensor late = net.register_parameter("gain", at::ones({3}));
+    EXPECT_THAT(refusal([&] { (net.forward(whole_batch(samples).x) * late).sum().backward(); }), HasSubstr("sharded data parallelism: 'gain' of module "));
+  });
+}
+
 }  // namespace
 }  // namespace tessera
