@@ -15,6 +15,7 @@
 #include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/json_text.h"
 #include "tessera/kernels/products.h"
 #include "tessera/kernels/routines.h"
 #include "tessera/memory/host_memory.h"
@@ -92,7 +93,7 @@ void add_inspect_device(Command inspect, int& exit_code) {
   command.add_flag("--json", *as_json, "Print JSON");
   command.when_chosen([as_json, &exit_code] {
     const json found = describe();
-    const std::string text = *as_json ? found.dump() + "\n" : devices_table(found);
+    const std::string text = *as_json ? json_text(found) + "\n" : devices_table(found);
     std::fputs(text.c_str(), stdout);
     exit_code = 0;
   });

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/comm/flight_record/verdict.h"
+#include "tessera/core/json_text.h"
 
 namespace tessera::cli {
 
@@ -100,7 +101,7 @@ void add_inspect_record(Command inspect, int& exit_code) {
     const flight::Merge merge(records);
     const auto verdict = flight::explain(merge);
     const auto standings = flight::standings(merge);
-    const auto text = flags->json ? describe(merge, verdict, standings, flags->calls).dump(2) + "\n" : verdict.sentence + "\n" + flight::table(standings);
+    const auto text = flags->json ? json_text(describe(merge, verdict, standings, flags->calls), 2) + "\n" : verdict.sentence + "\n" + flight::table(standings);
     std::fputs(text.c_str(), stdout);
     exit_code = 0;
   });

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "tessera/core/json_text.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/inputs.h"
 
@@ -26,7 +27,7 @@ int run_verify(const VerifyFlags& flags) {
   const MeshConfig mesh = parse_mesh(flags.mesh, config.mesh);
   precision::settle_compute(config, verify_device(config, mesh));
   const VerifyReport report = verify(config, mesh, {.steps = flags.steps});
-  const std::string text = flags.json ? to_json(report).dump() + "\n" : to_string(report);
+  const std::string text = flags.json ? json_text(to_json(report)) + "\n" : to_string(report);
   std::fputs(text.c_str(), stdout);
   return report.passed() ? 0 : 1;
 }

@@ -7,6 +7,7 @@
 #include "cli/bench/attention.h"
 #include "tessera/core/columns.h"
 #include "tessera/core/format.h"
+#include "tessera/core/json_text.h"
 #include "tessera/core/log_plot.h"
 #include "tessera/core/svg.h"
 
@@ -64,7 +65,7 @@ std::string json_lines(const std::vector<AttentionRow>& rows) {
                    {"rate_over_one", row.rate_over_one()},
                    {"sent_bytes", row.sent_bytes}});
     }
-    text += json.dump() + "\n";
+    text += json_text(json) + "\n";
   }
   return text;
 }

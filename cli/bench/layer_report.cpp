@@ -9,6 +9,7 @@
 #include "tessera/core/columns.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/json_text.h"
 #include "tessera/core/log_plot.h"
 #include "tessera/core/svg.h"
 
@@ -87,7 +88,7 @@ std::string json_lines(const std::vector<LayerRow>& rows) {
                                  {"layer_us", row.layer.median_us},
                                  {"communication_over_compute", row.communication_over_compute()},
                                  {"law", law[i]}};
-    text += json.dump() + "\n";
+    text += json_text(json) + "\n";
   }
   return text;
 }

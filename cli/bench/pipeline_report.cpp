@@ -8,6 +8,7 @@
 #include "cli/bench/pipeline.h"
 #include "tessera/core/columns.h"
 #include "tessera/core/format.h"
+#include "tessera/core/json_text.h"
 #include "tessera/core/log_plot.h"
 #include "tessera/core/svg.h"
 
@@ -125,7 +126,7 @@ std::string json_lines(const std::vector<PipelineRow>& rows) {
     } else {
       line.update({{"backend", row.backend}, {"step_us", row.step_us}, {"bubble", row.bubble}, {"foretold", row.foretold}, {"formula", row.formula}});
     }
-    text += line.dump() + "\n";
+    text += json_text(line) + "\n";
   }
   return text;
 }

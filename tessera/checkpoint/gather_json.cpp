@@ -11,13 +11,14 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/core/json_text.h"
 
 namespace tessera::checkpoint {
 
 std::vector<nlohmann::json> gather_json(const comm::Group& group, const nlohmann::json& mine) {
   if (group.size() == 1) return {mine};
   // A path in an error message may hold any bytes; a rank that threw here would leave the others waiting.
-  const std::string text = mine.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  const std::string text = json_text(mine);
   const auto lengths = at::empty({group.size()}, at::device(at::kCPU).dtype(at::kLong));
   comm::all_gather(group, lengths, at::full({1}, static_cast<int64_t>(text.size()), lengths.options()));
   const int64_t longest = lengths.max().item<int64_t>();

@@ -31,9 +31,10 @@ void refuse_missing_techniques(const Config& config) {
     for (const auto& choice : present) way_out += (way_out.empty() ? "" : " or ") + choice;
     throw ConfigError(key + " = " + value + ": " + technique + " is not part of this build; set " + key + " = " + way_out);
   }
-  for (const auto* places : {&config.offload.params, &config.offload.gradients, &config.offload.optimizer}) {
-    require(places->by_pattern.empty(),
-            "offload: places by pattern of parameters, gradients and optimizer state are not part of this build; give one place for all of each");
+  for (const auto& [key, places] : {std::pair{"offload.params", &config.offload.params},
+                                    {"offload.gradients", &config.offload.gradients},
+                                    {"offload.optimizer", &config.offload.optimizer}}) {
+    require(places->by_pattern.empty(), key, ": a table of patterns is not part of this build; give one place for all of them, such as ", key, " = host");
   }
 }
 

@@ -122,7 +122,8 @@ void detail::validate_optim(const OptimConfig& optim, int64_t steps) {
   require(optim.weight_decay * optim.lr <= 1, "optim.weight_decay = ", format_float(optim.weight_decay), ": times optim.lr = ", format_float(optim.lr),
           " a step would take more of a weight away than there is; set a weight_decay of at most ", format_float(1 / optim.lr));
   require(optim.max_grad_norm >= 0, "optim.max_grad_norm = ", optim.max_grad_norm, ": expected a positive norm, or 0 for no clipping");
-  require(optim.warmup_steps >= 0 && optim.warmup_steps <= steps, "optim.warmup_steps = ", optim.warmup_steps, ": expected 0 to run.steps = ", steps);
+  require(optim.warmup_steps >= 0 && optim.warmup_steps <= steps, "optim.warmup_steps = ", optim.warmup_steps, ": expected 0 to run.steps = ", steps,
+          "; set optim.warmup_steps to less, or run.steps to more");
   require(optim.min_lr >= 0 && optim.min_lr <= optim.lr, "optim.min_lr = ", optim.min_lr, ": expected 0 to optim.lr = ", optim.lr);
   require(optim.ns_steps >= 1 && optim.ns_steps <= 20, "optim.ns_steps = ", optim.ns_steps, ": expected 1 to 20 steps; 5 is the papers'");
   require(optim.state_dtype == "fp32" || optim.name == "adamw" || optim.name == "lion" || optim.name == "sgd", "optim.state_dtype = ", optim.state_dtype,

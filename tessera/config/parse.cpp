@@ -60,9 +60,18 @@ std::string show(const std::string& key) {
   return plain ? key : detail::quoted(key);
 }
 
+/// A message is a line to be read.
+std::string shortened(const std::string& value) {
+  constexpr size_t most = 200;
+  if (value.size() <= most) return value;
+  size_t end = most;
+  while (end > 0 && (static_cast<unsigned char>(value[end]) & 0xC0) == 0x80) --end;  // between characters
+  return detail::concat(value.substr(0, end), "... (", value.size(), " bytes)");
+}
+
 template <class... Rule>
 [[noreturn]] void refuse(const Location& at, const std::string& value, Rule&&... rule) {
-  throw ConfigError(detail::concat(at.key, " = ", value, " (", at.origin.place, "): ", std::forward<Rule>(rule)...));
+  throw ConfigError(detail::concat(at.key, " = ", shortened(value), " (", at.origin.place, "): ", std::forward<Rule>(rule)...));
 }
 
 template <class... Rule>
@@ -87,8 +96,14 @@ std::string absolute(const std::string& path, const std::filesystem::path& base_
   return std::filesystem::absolute(base_dir / path).lexically_normal().string();
 }
 
+/// Whoever opens a file by such a name would open another one.
+void refuse_zeros(const std::string& text, const Location& at) {
+  if (text.find('\0') != std::string::npos) refuse(at, detail::quoted(text), "holds a zero, behind which a name ends for whoever reads it; leave the zero out");
+}
+
 /// Holds a string against the field's rule.
 std::string accept(const std::string& text, const Location& at) {
+  refuse_zeros(text, at);
   if (at.rule.path && text.empty()) return text;
   const auto choices = detail::split_choices(at.rule.choices), refused = detail::split_choices(at.rule.refused);
   const bool listed = std::find(choices.begin(), choices.end(), text) != choices.end();
@@ -171,6 +186,7 @@ void assign(Placement& field, const toml::node& node, const Location& at) {
   if (const auto* table = node.as_table()) {
     for (const auto& [pattern, place] : *table) {
       if (!place.is_string()) refuse(at, node, "expected ", detail::type_name<Placement>());
+      refuse_zeros(std::string(pattern.str()), at);
       places.by_pattern.emplace(pattern.str(), accept(place.as_string()->get(), at));
     }
   } else if (node.is_string()) {
@@ -274,6 +290,7 @@ void apply_set(Config& config, const std::string& set) {
   const auto equals = set.find('=');
   require(equals != std::string::npos, "--set ", set, ": expected key=value, such as optim.lr=1e-3");
   const std::string full_key = detail::trimmed(set.substr(0, equals));
+  require(!full_key.empty(), "--set ", set, ": there is no key before the =; expected key=value, such as optim.lr=1e-3");
   const std::string text = set.substr(equals + 1);
   require(detail::is_utf8(text), "--set ", full_key, ": the value is not UTF-8, and could not be saved in log.dir/config.toml; ",
           "write it in UTF-8, or rename the file that it names");

@@ -147,6 +147,8 @@ void validate_lora(const LoraConfig& lora, const ModelConfig& model) {
   at_least("lora.rank", lora.rank, 1);
   require(model.dim == 0 || lora.rank <= model.dim, "lora.rank = ", lora.rank, ": at model.dim = ", model.dim,
           " a product of that rank says no more than a whole weight; set lora.rank to 1 to ", model.dim);
+  require(std::isfinite(lora.alpha) && lora.alpha > 0, "lora.alpha = ", format_float(lora.alpha),
+          ": adapters count alpha / rank times, and with 0 nothing would be learnt; set lora.alpha to a number above 0, such as 2 * lora.rank");
   require(lora.dropout >= 0 && lora.dropout < 1, "lora.dropout = ", lora.dropout, ": expected a probability from 0 to below 1");
 }
 

@@ -4,6 +4,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/json_reason.h"
+#include "tessera/core/json_text.h"
 #include "tessera/launch/round.h"
 
 /// Rounds and records as JSON.
@@ -21,7 +22,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(NodeReport, beat, round, running, done, clean
 namespace {
 
 /// What workers wrote need not be UTF-8.
-std::string dump(const nlohmann::json& json) { return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace); }
+std::string dump(const nlohmann::json& json) { return json_text(json); }
 
 void check_port(int port) { require(port >= 0 && port <= 65535, "port ", port); }
 

@@ -25,14 +25,15 @@ constexpr std::array kFormats{"fp4", "fp8", "bf16", "fp16", "tf32", "fp32"};
 /// multiprocessors a product's tiles are dealt, and microseconds: a collective without any bytes for each doubling of its ranks, within a node and between, the
 /// host asking for an operator or a collective, and between operators.
 constexpr std::array kShares{"products", "attention", "memory", "inside", "between", "host", "host_memory"};
-constexpr std::array kCounts{"multiprocessors", "inside_us", "between_us", "launch_us", "collective_launch_us", "gap_us"};
+constexpr const char* kTiledOver = "multiprocessors";
+constexpr std::array kMicroseconds{"inside_us", "between_us", "launch_us", "collective_launch_us", "gap_us"};
 
 std::optional<Link> link_of(TomlTable& device, const std::string& key) {
   auto table = device.table(key);
   if (!table) return std::nullopt;
   Link link{.name = table->text("link"), .bytes_per_s = 1e9 * table->needed("gb_per_s")};
-  if (const auto latency = table->number("latency_us")) link.latency_s = 1e-6 * *latency;
-  link.contention = table->number("contention").value_or(0);
+  if (const auto latency = table->number_or_none("latency_us")) link.latency_s = 1e-6 * *latency;
+  link.contention = table->number_or_none("contention").value_or(0);
   table->end({"link", "gb_per_s", "latency_us", "contention"});
   return link;
 }
@@ -52,14 +53,15 @@ Device parse_device(const std::string& text, const std::string& origin) {
   TomlTable file(parsed, origin);
   Device device{.key = origin, .name = file.text("name")};
   device.memory_bytes = 1e9 * file.needed("memory_gb");
+  require(device.memory_bytes >= 1, file.shown("memory_gb"), ": expected at least a byte, 1e-9");  // less would be no limit
   device.memory_bytes_per_s = 1e9 * file.needed("memory_gb_per_s");
   device.power_w = file.number("power_w");
   device.held_to_w = file.number("held_to_w");
-  require(!device.held_to_w || (device.power_w && *device.held_to_w > 0 && *device.held_to_w <= *device.power_w), file.name_of("held_to_w"),
+  require(!device.held_to_w || (device.power_w && *device.held_to_w > 0 && *device.held_to_w <= *device.power_w), file.shown("held_to_w"),
           ": expected watts, at most those of power_w, which has to be given, too");
-  const double node = file.needed("devices_per_node");
-  require(node == static_cast<int>(node), file.name_of("devices_per_node"), " = ", node, ": expected a whole number");
-  device.devices_per_node = static_cast<int>(node);
+  const auto node = file.count("devices_per_node");
+  require(node.has_value(), file.name_of("devices_per_node"), " is missing");
+  device.devices_per_node = static_cast<int>(*node);
   auto rates = file.table("tflops");
   require(rates.has_value() && !rates->keys().empty(), file.name_of("tflops"), " is missing: rates of dense products by number format, such as bf16 = 989.4");
   for (const char* const format : kFormats) {
@@ -72,14 +74,16 @@ Device parse_device(const std::string& text, const std::string& origin) {
   if (auto reaches = file.table("reaches")) {
     for (const char* const share : kShares) {
       const auto value = reaches->number(share);
-      require(!value || *value <= 1, reaches->name_of(share), ": expected a share, at most 1");
+      require(!value || *value <= 1, reaches->shown(share), ": expected a share, at most 1");
       if (value) device.reaches[share] = *value;
     }
-    for (const char* const count : kCounts) {
-      if (const auto value = reaches->number(count)) device.reaches[count] = *value;
+    if (const auto value = reaches->count(kTiledOver)) device.reaches[kTiledOver] = *value;
+    for (const char* const time : kMicroseconds) {
+      if (const auto value = reaches->number_or_none(time)) device.reaches[time] = *value;
     }
     std::vector<std::string> known(kShares.begin(), kShares.end());
-    known.insert(known.end(), kCounts.begin(), kCounts.end());
+    known.emplace_back(kTiledOver);
+    known.insert(known.end(), kMicroseconds.begin(), kMicroseconds.end());
     reaches->end(known);
   }
   if (auto sources = file.table("sources")) {

@@ -6,6 +6,9 @@
 #include <iterator>
 #include <tuple>
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include "tessera/config/detail.h"
 #include "tessera/core/file_type.h"
 #include "tessera/plan/hardware_files.h"
 #include "tessera/plan/toml_table.h"
@@ -25,7 +28,13 @@ OperatorHabit habit_of(TomlTable& table, const std::string& name) {
   return habit;
 }
 
-double microseconds(TomlTable& table, const std::string& key, double otherwise) { return table.number(key).value_or(otherwise * 1e6) * 1e-6; }
+/// A line is of all operators whose name begins so.
+bool is_operator(const std::string& name) {
+  if (name.empty()) return false;
+  return std::ranges::any_of(c10::Dispatcher::singleton().getAllOpNames(), [&](const c10::OperatorName& known) { return known.name.starts_with(name); });
+}
+
+double microseconds(TomlTable& table, const std::string& key, double otherwise) { return table.number_or_none(key).value_or(otherwise * 1e6) * 1e-6; }
 
 }  // namespace
 
@@ -36,7 +45,12 @@ Framework parse_framework(const std::string& text, const std::string& origin) {
   if (auto settings = file.table("settings")) {
     for (const std::string& section : settings->keys()) {
       auto keys = settings->table(section);
-      for (const std::string& key : keys->keys()) framework.settings.push_back(section + "." + key + "=" + keys->written(key));
+      for (const std::string& key : keys->keys()) {
+        const std::string value = keys->written(key);
+        Config unused;
+        detail::set_from_text(unused, section, key, value, origin);  // a value that no configuration takes is refused here, where it is known who wrote it
+        framework.settings.push_back(section + "." + key + "=" + value);
+      }
     }
   }
   Habits& habits = framework.habits;
@@ -50,22 +64,24 @@ Framework parse_framework(const std::string& text, const std::string& origin) {
   }
   if (auto operators = file.table("operators")) {
     for (const std::string& name : operators->keys()) {
+      require(is_operator(name), operators->name_of(detail::quoted(name)),
+              " is the beginning of no operator's name; give one, such as aten::add or tessera::rope");
       auto table = operators->table(name);
       habits.operators.push_back(habit_of(*table, name));
     }
   }
   if (auto logits = file.table("logits")) {
     framework.whole_logits = logits->flag("whole").value_or(false);
-    framework.logit_bytes = logits->number("held_bytes").value_or(0);
-    habits.logit_bytes = logits->number("moved_bytes").value_or(0);
-    habits.logit_launches = logits->number("launches").value_or(0);
+    framework.logit_bytes = logits->number_or_none("held_bytes").value_or(0);
+    habits.logit_bytes = logits->number_or_none("moved_bytes").value_or(0);
+    habits.logit_launches = logits->number_or_none("launches").value_or(0);
     logits->end({"whole", "held_bytes", "moved_bytes", "launches"});
   }
   if (auto memory = file.table("memory")) {
-    framework.context_bytes = 1e9 * memory->number("context_gb").value_or(0);
-    framework.kept_per_element = memory->number("kept_per_element").value_or(0);
+    framework.context_bytes = 1e9 * memory->number_or_none("context_gb").value_or(0);
+    framework.kept_per_element = memory->number_or_none("kept_per_element").value_or(0);
     framework.reserve = memory->number("reserve").value_or(1);
-    require(framework.reserve >= 1, memory->name_of("reserve"), ": expected at least 1: what is held over what is alive");
+    require(framework.reserve >= 1, memory->shown("reserve"), ": expected at least 1: what is held over what is alive");
     memory->end({"context_gb", "kept_per_element", "reserve"});
   }
   auto sources = file.table("sources");

@@ -10,6 +10,7 @@
 
 #include "tessera/config/detail.h"
 #include "tessera/core/format.h"
+#include "tessera/core/json_text.h"
 #include "tessera/core/markup.h"
 #include "tessera/core/svg.h"
 #include "tessera/mesh/mesh.h"
@@ -355,7 +356,7 @@ std::string summary(const Reported& reported) {
 /// Between the tags of an element that no reader of HTML takes for markup, and no reader of XML either.
 std::string embedded(const nlohmann::json& json) {
   std::string out;
-  for (const char c : json.dump()) {
+  for (const char c : json_text(json)) {
     if (c == '<' || c == '>' || c == '&') {
       out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
     } else {

@@ -39,6 +39,7 @@ std::string what_was_refused(const OutOfMemory& failure, int64_t device_limit) {
 
 std::string way_out(const FitSearch& search) {
   const Setting* const best = search.best();
+  if (!best && !search.complete) return "there was no time to try settings that need less (tessera plan --search chooses among layouts as well)";
   if (!best) return "there is no setting left that needs less; use more ranks, or a smaller model";
   const std::string peak = format_bytes(total_of(best->peak));
   if (search.fits) return fmt::format("the cheapest setting that would fit: {} (peak {})", flags_of(best->sets), peak);

@@ -64,8 +64,8 @@ std::pair<Shape, double> llama_of(int64_t dim, double parameters) {
 /// the count.
 Shape shape_of(double parameters) {
   constexpr double kFewest = 1e7, kMost = 1e14;
-  require(parameters >= kFewest && parameters <= kMost, "plan: ", parameters, " parameters: a shape is made for counts from ", kFewest, " to ", kMost,
-          "; name a configuration");
+  require(parameters >= kFewest && parameters <= kMost, "plan: ", fmt::format("{:.15g}", parameters),
+          " parameters: a shape is made for counts from 1e7 to 1e14; name a configuration");
   Shape best;
   double least = std::numeric_limits<double>::infinity();
   for (int64_t dim = 128; dim <= 1 << 18; dim += 128) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -10,6 +11,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -17,6 +19,7 @@
 #include <toml++/toml.h>
 
 #include "tessera/config/config.h"
+#include "tessera/config/detail.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
@@ -71,14 +74,17 @@ class TomlTable {
  public:
   TomlTable(const toml::table& table, std::string origin, std::string prefix = {}) : table_(table), origin_(std::move(origin)), prefix_(std::move(prefix)) {}
 
+  /// Above 0.
   std::optional<double> number(const std::string& key) {
-    const toml::node* node = take(key);
-    if (node == nullptr) return std::nullopt;
-    constexpr double most = 1e9;  // of any figure, in the units of the file: an exabyte of memory
-    const auto value = node->value<double>();
-    require(value && node->is_number() && *value > 0, name_of(key), ": expected a number above 0");
-    require(*value <= most, name_of(key), ": expected at most ", format_float(most));
-    return value;
+    return number(key, "a number above 0", [](double value) { return value > 0; });
+  }
+  /// What may as well be nothing: a latency, bytes beside others.
+  std::optional<double> number_or_none(const std::string& key) {
+    return number(key, "0 or a number above it", [](double value) { return value >= 0; });
+  }
+  /// What there are so many of.
+  std::optional<double> count(const std::string& key) {
+    return number(key, "a whole number, at least 1", [](double value) { return value >= 1 && value == std::floor(value); });
   }
   double needed(const std::string& key) {
     const auto value = number(key);
@@ -87,26 +93,29 @@ class TomlTable {
   }
   std::string text(const std::string& key) {
     const toml::node* node = take(key);
-    require(node != nullptr && node->is_string(), name_of(key), node == nullptr ? " is missing" : ": expected a text");
-    return *node->value<std::string>();
+    require(node != nullptr, name_of(key), " is missing");
+    require(node->is_string(), shown(key, *node), ": expected a text");
+    const std::string text = *node->value<std::string>();
+    require(text.find('\0') == std::string::npos, shown(key, *node), ": holds a zero, behind which a name ends for whoever reads it; leave the zero out");
+    return text;
   }
   std::optional<bool> flag(const std::string& key) {
     const toml::node* node = take(key);
     if (node == nullptr) return std::nullopt;
-    require(node->is_boolean(), name_of(key), ": expected true or false");
+    require(node->is_boolean(), shown(key, *node), ": expected true or false");
     return node->value<bool>();
   }
   std::optional<TomlTable> table(const std::string& key) {
     const toml::node* node = take(key);
     if (node == nullptr) return std::nullopt;
-    require(node->is_table(), name_of(key), ": expected a table");
+    require(node->is_table(), shown(key, *node), ": expected a table");
     return TomlTable(*node->as_table(), origin_, prefix_ + key + ".");
   }
   /// As a value of --set would be written.
   std::string written(const std::string& key) {
     const toml::node* node = take(key);
-    require(node != nullptr && (node->is_string() || node->is_boolean() || node->is_number()), name_of(key), ": expected a text, a number, true or false");
-    if (node->is_string()) return *node->value<std::string>();
+    require(node->is_string() || node->is_boolean() || node->is_number(), shown(key, *node), ": expected a text, a number, true or false");
+    if (node->is_string()) return text(key);
     if (node->is_boolean()) return *node->value<bool>() ? "true" : "false";
     return node->is_integer() ? std::to_string(*node->value<int64_t>()) : format_float(*node->value<double>());
   }
@@ -124,8 +133,40 @@ class TomlTable {
     }
   }
   std::string name_of(const std::string& key) const { return detail::concat(origin_, ": ", prefix_, key); }
+  /// With its value, as a refusal names it.
+  std::string shown(const std::string& key) const {
+    const toml::node* node = table_.get(key);
+    return node == nullptr ? name_of(key) : shown(key, *node);
+  }
 
  private:
+  std::optional<double> number(const std::string& key, const char* expected, bool (*good)(double)) {
+    const toml::node* node = take(key);
+    if (node == nullptr) return std::nullopt;
+    constexpr double most = 1e9;  // of any figure, in the units of the file: an exabyte of memory
+    const auto value = node->value<double>();
+    require(value && node->is_number() && good(*value), shown(key, *node), ": expected ", expected);
+    require(*value <= most, shown(key, *node), ": expected at most ", format_float(most));
+    return value;
+  }
+  std::string shown(const std::string& key, const toml::node& node) const {
+    std::ostringstream value;
+    node.visit([&](const auto& one) {
+      using Value = std::decay_t<decltype(one)>;
+      if constexpr (std::is_same_v<Value, toml::value<std::string>>) {
+        value << detail::quoted(one.get());
+      } else if constexpr (std::is_same_v<Value, toml::table>) {
+        value << "a table";
+      } else if constexpr (std::is_same_v<Value, toml::array>) {
+        value << "a list";
+      } else if constexpr (std::is_same_v<Value, toml::value<double>>) {
+        value << format_float(one.get());
+      } else {
+        value << one;
+      }
+    });
+    return name_of(key) + " = " + std::move(value).str();
+  }
   const toml::node* take(const std::string& key) {
     taken_.insert(key);
     return table_.get(key);

@@ -16,6 +16,7 @@
 #include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
+#include "tessera/core/json_text.h"
 #include "tessera/pipeline/schedules/csv.h"
 #include "tessera/pipeline/schedules/timed.h"
 #include "tessera/train/pipeline_layout.h"
@@ -55,7 +56,7 @@ std::string schedule_of(const Config& config) {
 /// What a schedule is made for, where a file says it.
 std::string measured_costs_of(const Config& config) {
   if (config.mesh.pp == 1 || config.pipeline.costs_from.empty() || !is_made_for_costs(config.pipeline.schedule)) return "none";
-  const std::string text = to_json(schedules::read_timeline(config.pipeline.costs_from)).dump();
+  const std::string text = json_text(to_json(schedules::read_timeline(config.pipeline.costs_from)));
   return content(hash_hex(text.data(), text.size()));
 }
 
@@ -86,7 +87,7 @@ void check_ranks_agree(const comm::Group& group, const Settings& mine) {
   if (group.size() == 1) return;
   const comm::CallSite site("start");
   const nlohmann::json all_of_mine = mine;
-  const std::string text = all_of_mine.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  const std::string text = json_text(all_of_mine);
   const at::Tensor hash = at::full({1}, static_cast<int64_t>(hash_bytes(text.data(), text.size())), at::device(at::kCPU).dtype(at::kLong));
   const at::Tensor hashes = at::empty({group.size()}, hash.options());
   comm::all_gather(group, hashes, hash);

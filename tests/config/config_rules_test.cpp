@@ -227,7 +227,14 @@ TEST(Validate, TheRest) {
   EXPECT_THAT(refusal([](Config& c) { c.run.threads = 100000; }), StartsWith("run.threads = 100000: expected at most 1024 threads"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.lr = 0; }), StartsWith("optim.lr = 0"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.betas[1] = 1; }), StartsWith("optim.betas = [0.9, 1.0]"));
-  EXPECT_THAT(refusal([](Config& c) { c.optim.warmup_steps = 11; }), StartsWith("optim.warmup_steps = 11"));
+  EXPECT_THAT(refusal([](Config& c) { c.optim.warmup_steps = 11; }), AllOf(StartsWith("optim.warmup_steps = 11"), HasSubstr("or run.steps to more")));
+  for (const double alpha : {0.0, -1.0}) {
+    EXPECT_THAT(refusal([&](Config& c) {
+                  c.lora.modules = "layers.**";
+                  c.lora.alpha = alpha;
+                }),
+                AllOf(StartsWith("lora.alpha = "), HasSubstr("nothing would be learnt")));
+  }
   EXPECT_THAT(refusal([](Config& c) { c.optim.min_lr = 1; }), StartsWith("optim.min_lr = 1"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.momentum = -1; }), StartsWith("optim.momentum"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.max_grad_norm = -1; }), StartsWith("optim.max_grad_norm"));
@@ -429,7 +436,7 @@ TEST(Validate, MissingTechniquesAreRefusedByName) {
   EXPECT_EQ(refusal([](Config& c) { c.mesh.pp = -1; }, 2), "(accepted)");
   EXPECT_EQ(refusal([](Config& c) { c.offload.params = "disk"; }),
             "offload.params = disk: offloading to disk is not part of this build; set offload.params = device or host");
-  EXPECT_THAT(refusal([](Config& c) { c.offload.optimizer.by_pattern = {{"layers.*", "host"}}; }), StartsWith("offload: places by pattern of parameters"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.optimizer.by_pattern = {{"layers.*", "host"}}; }), StartsWith("offload.optimizer: a table of patterns"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.name = "muon", c.optim.state_dtype = "bf16"; }),
               AllOf(StartsWith("optim.state_dtype = bf16: optim.name = muon"), HasSubstr("set optim.state_dtype = fp32")));
   EXPECT_THAT(refusal([](Config& c) { c.optim.ns_steps = 0; }), StartsWith("optim.ns_steps = 0"));

@@ -152,6 +152,18 @@ TEST(ConfigParse, TakesOnlyWhatCanBeSaved) {
   EXPECT_EQ(parse(to_toml(unset)), unset);
   EXPECT_THAT(refusal("[model]\n\"di\\u0000m\" = 1"), AllOf(HasSubstr("\"di\\u0000m\""), HasSubstr(":2")));
   EXPECT_THAT(refusal("[\"mod\\u0000el\"]"), HasSubstr("\"mod\\u0000el\""));
+  for (const char* const set :
+       {"log.dir=\"l/a\\u0000b\"", "data.files=[\"a\\u0000b\"]", "comm.interface=\"a\\u0000b\"", "offload.activations={\"a\\u0000b\" = \"host\"}"}) {
+    const std::string key = std::string(set).substr(0, std::string(set).find('='));
+    EXPECT_THAT(refusal("", {set}), AllOf(HasSubstr(key + " = "), HasSubstr("a\\u0000b\" (--set): holds a zero"))) << set;
+  }
+}
+
+TEST(ConfigParse, MessagesAreShort) {
+  const std::string said = refusal("", {"run.steps=" + std::string(100000, 'x')});
+  EXPECT_LT(said.size(), 400u);
+  EXPECT_THAT(said, HasSubstr("... (100002 bytes) (--set): expected an integer"));
+  EXPECT_THAT(refusal("", {"="}), HasSubstr("there is no key before the ="));
 }
 
 TEST(ConfigParse, PathsAreRelativeToWhereTheyStand) {

@@ -110,17 +110,31 @@ TEST(Devices, WhatIsWrittenReadsBack) {
   }
 }
 
+TEST(Devices, ALinkMayTakeNoTimeOfItsOwn) {
+  const plan::Device device = plan::parse_device(with(kPlain, "latency_us = 2", "latency_us = 0\ncontention = 0") + "[reaches]\ngap_us = 0\n", "mine.toml");
+  EXPECT_EQ(device.inside->latency_s, 0);
+  EXPECT_EQ(device.inside->contention, 0);
+  EXPECT_EQ(plan::machine_of(device).device.kernel_gap, 0);
+}
+
 TEST(Devices, BadFilesAndNamesAreRefused) {
   EXPECT_THAT(testing_support::refusal([] { (void)plan::find_device("h10"); }), AllOf(HasSubstr("--device = h10"), HasSubstr("did you mean h100?")));
   EXPECT_THAT(testing_support::refusal([] { (void)plan::find_device(::testing::TempDir()); }), HasSubstr("is a folder"));
   EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "memory_gb = 1e300")), AllOf(HasSubstr("mine.toml: memory_gb"), HasSubstr("at most 1e+09")));
   EXPECT_THAT(refused("name = "), HasSubstr("mine.toml"));
   EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "")), HasSubstr("mine.toml: memory_gb is missing"));
-  EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "memory_gb = -1")), HasSubstr("mine.toml: memory_gb: expected a number above 0"));
+  EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "memory_gb = -1")), HasSubstr("mine.toml: memory_gb = -1: expected a number above 0"));
   EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "memory_gb = \"10\"")), HasSubstr("expected a number"));
   EXPECT_THAT(refused(with(kPlain, "bf16", "bf61")), AllOf(HasSubstr("mine.toml: tflops.bf61 is unknown"), HasSubstr("bf16")));
   EXPECT_THAT(refused(with(kPlain, "latency_us", "latency")), HasSubstr("mine.toml: inside.latency is unknown; did you mean latency_us?"));
-  EXPECT_THAT(refused(with(kPlain, "devices_per_node = 2", "devices_per_node = 1.5")), HasSubstr("expected a whole number"));
+  EXPECT_THAT(refused(with(kPlain, "devices_per_node = 2", "devices_per_node = 1.5")),
+              HasSubstr("devices_per_node = 1.5: expected a whole number, at least 1"));
+  EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "memory_gb = 1e-12")), HasSubstr("memory_gb = 1e-12: expected at least a byte"));
+  EXPECT_THAT(refused(with(kPlain, "devices_per_node = 2\n", "")), HasSubstr("devices_per_node is missing"));
+  for (const char* const count : {"1e-12", "80.5", "0"}) {
+    const std::string tiled = std::string(kPlain) + "[reaches]\nmultiprocessors = " + count + "\n";
+    EXPECT_THAT(refused(tiled), AllOf(HasSubstr("reaches.multiprocessors = "), HasSubstr("expected a whole number, at least 1")));
+  }
   EXPECT_THAT(refused(with(kPlain, "link = \"wire\"\n", "")), HasSubstr("inside.link is missing"));
   EXPECT_THAT(refused(std::string(kPlain) + "[host]\nlink = \"bus\"\ngb_per_s = 3\n"), HasSubstr("host.memory_gb_per_s is missing"));
 }

@@ -86,6 +86,17 @@ TEST_F(Fit, FindsTheFirstThatFits) {
   const auto impatient = plan::find_fit(settings, 2, 1000, std::chrono::seconds(0));
   EXPECT_FALSE(impatient.complete);
   EXPECT_EQ(impatient.best(), nullptr);
+  EXPECT_THAT(plan::settings_text(impatient), AllOf(HasSubstr("there was no time"), Not(HasSubstr("no setting left"))));
+  const auto smallest = plan::find_fit(
+      config("llama", {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host", "batch.micro_size=1", "recompute.mode=full"}),
+      1, 1000);
+  EXPECT_THAT(plan::settings_text(smallest), HasSubstr("there is no setting left that needs less"));
+}
+
+TEST_F(Fit, PathsNeedNotBeUtf8) {
+  Config settings = config("llama");
+  settings.log.dir = "/runs/caf\xe9";
+  EXPECT_EQ(plan::with_settings(settings, {"zero.stage=1"}).zero.stage, 1);
 }
 
 TEST_F(Fit, RunsAFewOfManyMicroBatches) {

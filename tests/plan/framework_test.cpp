@@ -71,13 +71,20 @@ TEST(Frameworks, BadFilesAndNamesAreRefused) {
   EXPECT_THAT(testing_support::refusal([] { (void)find_framework(::testing::TempDir()); }), HasSubstr("is a folder"));
   EXPECT_THAT(framework_refusal("name = \"Theirs\"", ""), HasSubstr("theirs.toml: name is missing"));
   EXPECT_THAT(framework_refusal("launch_us = 50", "lunch_us = 50"), AllOf(HasSubstr("host.lunch_us is unknown"), HasSubstr("launch_us?")));
-  EXPECT_THAT(framework_refusal("launch_us = 50", "launch_us = -1"), HasSubstr("host.launch_us: expected a number above 0"));
-  EXPECT_THAT(framework_refusal("whole = true", "whole = 1"), HasSubstr("logits.whole: expected true or false"));
-  EXPECT_THAT(framework_refusal("reserve = 1.25", "reserve = 0.5"), HasSubstr("memory.reserve: expected at least 1"));
+  EXPECT_THAT(framework_refusal("launch_us = 50", "launch_us = -1"), HasSubstr("theirs.toml: host.launch_us = -1: expected 0 or a number above it"));
+  EXPECT_THAT(framework_refusal("whole = true", "whole = 1"), HasSubstr("logits.whole = 1: expected true or false"));
+  EXPECT_THAT(framework_refusal("reserve = 1.25", "reserve = 0.5"), HasSubstr("memory.reserve = 0.5: expected at least 1"));
   EXPECT_THAT(framework_refusal("all = \"this test\"", ""), HasSubstr("sources is missing"));
-  EXPECT_THAT(framework_refusal("params = \"bf16\"", "params = [1]"), HasSubstr("settings.precision.params: expected a text"));
-  EXPECT_THAT(framework_refusal("[settings.precision]\nparams = \"bf16\"", "[settings]\nprecision = 1"), HasSubstr("settings.precision: expected a table"));
-  EXPECT_THAT(framework_refusal("[operators.\"aten::add\"]\nlaunches = 3\npasses = 2", "[operators]\nadd = 1"), HasSubstr("operators.add: expected a table"));
+  EXPECT_THAT(framework_refusal("params = \"bf16\"", "params = [1]"), HasSubstr("settings.precision.params = a list: expected a text"));
+  EXPECT_THAT(framework_refusal("[settings.precision]\nparams = \"bf16\"", "[settings]\nprecision = 1"), HasSubstr("settings.precision = 1: expected a table"));
+  EXPECT_THAT(framework_refusal("[operators.\"aten::add\"]\nlaunches = 3\npasses = 2", "[operators]\nadd = 1"),
+              HasSubstr("is the beginning of no operator's name"));
+  for (const char* const unknown : {"tessera::nonesuch", ""}) {
+    EXPECT_THAT(framework_refusal("aten::add", unknown), HasSubstr(std::string("operators.\"") + unknown + "\" is the beginning of no operator's name"));
+  }
+  EXPECT_THAT(framework_refusal("params = \"bf16\"", "params = \"bf17\""),
+              AllOf(HasSubstr("precision.params = \"bf17\" (theirs.toml): expected"), HasSubstr("bf16")));
+  EXPECT_THAT(framework_refusal("name = \"Theirs\"", "name = \"Th\\u0000\""), HasSubstr("theirs.toml: name = \"Th\\u0000\": holds a zero"));
   EXPECT_THAT(framework_refusal("[host]", "[hosts]"), HasSubstr("hosts is unknown; did you mean host?"));
 }
 

@@ -41,6 +41,8 @@ TEST(Presets, APlainCountIsAShapeOfAsMany) {
   }
   EXPECT_FALSE(plan::preset("7e9x", {}));
   EXPECT_THAT(testing_support::refusal([] { (void)plan::preset("1e3", {}); }), ::testing::HasSubstr("1000 parameters"));
+  EXPECT_THAT(testing_support::refusal([] { (void)plan::preset("9999999", {}); }),
+              ::testing::HasSubstr("9999999 parameters: a shape is made for counts from 1e7"));
 }
 
 }  // namespace

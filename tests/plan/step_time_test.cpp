@@ -76,7 +76,8 @@ TEST(OperatorSeconds, CausalAttentionDoesHalfOfWhatIsCounted) {
 
 TEST(OperatorSeconds, ATypeWithoutARateIsRefusedByName) {
   const OperatorEvent product{.name = "aten::mm", .shape = {64, 64}, .dtype = at::kFloat, .flops = 1e6};
-  EXPECT_THAT(refusal([&] { operator_seconds(product, round_device()); }), AllOf(HasSubstr("multiplies in fp32"), HasSubstr("add tflops.fp32")));
+  EXPECT_THAT(refusal([&] { operator_seconds(product, round_device()); }),
+              AllOf(HasSubstr("multiplies in fp32"), HasSubstr("set precision.compute to one of those"), HasSubstr("tflops.fp32")));
 }
 
 TEST(OperatorSeconds, ProductsOfFp8AreTimedByTheirOperandsType) {

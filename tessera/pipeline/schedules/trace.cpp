@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "tessera/core/json_text.h"
 #include "tessera/pipeline/schedules/events.h"
 #include "tessera/pipeline/schedules/picture.h"
 
@@ -111,7 +112,7 @@ class TraceWriter {
 std::string trace_of(const std::vector<Drawing>& drawings, double microseconds) {
   Json events = Json::array();
   for (size_t i = 0; i < drawings.size(); ++i) TraceWriter(events, drawings[i], static_cast<int>(i), microseconds).write();
-  return Json{{"displayTimeUnit", "ms"}, {"traceEvents", std::move(events)}}.dump() + "\n";
+  return json_text(Json{{"displayTimeUnit", "ms"}, {"traceEvents", std::move(events)}}) + "\n";
 }
 
 }  // namespace tessera::schedules

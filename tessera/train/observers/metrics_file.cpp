@@ -8,6 +8,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
+#include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
 
 namespace tessera {
@@ -107,10 +108,10 @@ void MetricsFile::after_step(const StepResult& r) {
   line["host_by_category"] = by_name(r.memory.host);
   for (const auto& [name, value] : r.extras) line[name] = value;
   for (const ExpertLoad& load : r.experts) line["expert_load"].push_back(load.share);
-  metrics_.append(line.dump() + '\n');
+  metrics_.append(json_text(line) + '\n');
   if (!r.timelines) return;
   if (!timed_) open_timeline();
-  for (const auto& timeline : *r.timelines) timeline_.append(to_json(timeline).dump() + '\n');
+  for (const auto& timeline : *r.timelines) timeline_.append(json_text(to_json(timeline)) + '\n');
 }
 
 void MetricsFile::after_validation(const ValidationResult& r) {
