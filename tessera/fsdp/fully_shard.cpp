@@ -20,6 +20,7 @@
 #include "tessera/nn/explicit_calls.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/late_parameters.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/shared_memory.h"
@@ -139,8 +140,11 @@ class FullyShardedDataParallel::Impl {
     units_.emplace(plan, group_, options_);
     if (options_.init) initialize_units(module_, plan, *units_, options_);
     cut_parameters().add(plan);
-    step_.emplace(*units_, group_, options_, owner, ShardedStep::Callbacks{.held = [this] { return *holds_ > 0; }, .complete = [this] { complete(); }});
+    step_.emplace(
+        *units_, group_, options_, owner,
+        ShardedStep::Callbacks{.held = [this] { return *holds_ > 0; }, .complete = [this] { complete(); }, .done = [this] { late_->refuse("fully_shard"); }});
     choose_trigger(std::move(plan));
+    late_.emplace(module_, options_.only);
   }
 
   /// Leaves slices. Nothing is waited for, and nothing thrown: a true exception may be on its way.
@@ -334,6 +338,7 @@ class FullyShardedDataParallel::Impl {
   std::optional<ShardedUnits> units_;
   std::optional<ShardedStep> step_;
   Attachment attached_;
+  std::optional<nn::LateParameters> late_;
   std::optional<nn::OperatorWatch> watch_;
   std::shared_ptr<const int> depth_;  ///< of calls that trigger
   bool calls_ = false;                ///< trigger the gathers

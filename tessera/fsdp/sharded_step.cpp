@@ -123,6 +123,7 @@ void ShardedStep::begin(Drive drive) {
   const bool stays = drive == Drive::Loop;  // what a forward before has left for this backward
   units_.release_all(stays);                // what a step left that did not end
   follow_requires_grad();
+  if (drive == Drive::Loop && group_.rank() + replicas_.rank() == 0 && !std::exchange(told_of_tied_, true)) warn_of_tied("fully_shard", parameters_);
   if (drive == Drive::Engine) {
     held_.clear();
     used_.clear();
@@ -460,6 +461,7 @@ void ShardedStep::complete_pass() {
   const UsedParameters used = used_;
   used_.clear();
   if (!find_unused_) used.refuse_unused_anywhere({group_, replicas_}, reduced_.value());
+  callbacks_.done();
 }
 
 /// Nobody misses the gradient of what was frozen since.
@@ -531,6 +533,7 @@ void ShardedStep::finish() {
       set_gradient(parameters_[i].tensor, flat_of(places_[i]).local_gradient(places_[i].index));
     }
   }
+  callbacks_.done();
 }
 
 }  // namespace tessera

@@ -47,6 +47,7 @@ class ShardedStep {
   struct Callbacks {
     std::function<bool()> held;      ///< whether no_sync() is in force
     std::function<void()> complete;  ///< collective work of a step that is complete
+    std::function<void()> done;      ///< behind the last collective of it
   };
 
   ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, GradientSynchronizer* owner, Callbacks callbacks);
@@ -167,11 +168,12 @@ class ShardedStep {
   bool waits_for_end_ = false;             ///< its reductions do, where ranks may use different parameters
   int64_t pass_ = 0;
   UseOrder order_;
-  std::vector<bool> retired_;                     ///< per unit, in this backward
-  std::vector<bool> final_;                       ///< per unit: reduced for the last time in this step
-  std::vector<size_t> awaited_;                   ///< per unit: gradients that have not come in this backward
-  std::vector<size_t> due_;                       ///< units whose reduction has to wait for its turn
-  Hasher reduced_;                 ///< which units, in order, in this pass
+  std::vector<bool> retired_;    ///< per unit, in this backward
+  std::vector<bool> final_;      ///< per unit: reduced for the last time in this step
+  std::vector<size_t> awaited_;  ///< per unit: gradients that have not come in this backward
+  std::vector<size_t> due_;      ///< units whose reduction has to wait for its turn
+  Hasher reduced_;               ///< which units, in order, in this pass
+  bool told_of_tied_ = false;
   std::optional<size_t> last_used_;
   std::map<std::optional<size_t>, size_t> followers_;  ///< of uses outside of passes
   size_t next_ = 0;                                    ///< with find_unused: units from this one on are reduced, the last first

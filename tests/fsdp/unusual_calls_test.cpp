@@ -251,6 +251,34 @@ TEST(FullyShard, RanksThatComeToUnitsInOtherOrdersAreToldApart) {
   expect_one_order<MadePlainTowers>([](MadePlainTowers& net, const at::Tensor& x) { return net->forward(x); });
 }
 
+TEST(FullyShard, WhatIsRegisteredAfterWrappingIsRefusedByName) {
+  run_ranks(2, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
+    const at::Tensor late = net->register_parameter("late", at::ones({3}));
+    const auto train = [&] { (net(whole_batch(samples).x) * late).sum().backward(); };
+    EXPECT_THAT(refusal(train), HasSubstr("fully_shard: 'late' of module "));
+    sharded->begin_step();
+    train();
+    EXPECT_THAT(refusal([&] { sharded->finish(); }), HasSubstr("fully_shard: 'late' of module "));
+    late.set_requires_grad(false);
+    net->zero_grad();
+    train();
+  });
+}
+
+TEST(FullyShard, ALoopOfLibtorchsIsToldOnceOfTensorsThatItsOptimizersUpdateTwice) {
+  ::testing::internal::CaptureStderr();
+  run_ranks(2, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
+    for (int step = 0; step < 2; ++step) backward_of(net, whole_batch(samples));
+  });
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(said, HasSubstr("fully_shard: registered under two names or more: 'first.weight' ('out.weight')"));
+  EXPECT_EQ(said.find("registered under"), said.rfind("registered under"));
+}
+
 TEST(FullyShard, ReductionsThatComeInOtherOrdersAreRefused) {
   run_ranks(3, [&](World& world) {
     Odd net;
