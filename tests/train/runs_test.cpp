@@ -191,6 +191,17 @@ TEST_F(Runs, GroupsMayChangeTheirRatesAndNotTheirOptimizer) {
   refused("[\"embed_tokens: name = sgd\"]", "sgd, and");
 }
 
+TEST_F(Runs, MuonsGroupsMayNameTheOptimizerThatAParameterHasAlready) {
+  run_into("a", 2, {"optim.name=muon"});
+  const auto go_on = [&](int64_t last, const std::string& groups) {
+    run_into("a", last, {"optim.name=muon", "checkpoint.resume=latest", "optim.groups=[\"" + groups + "\"]"});
+  };
+  go_on(3, "norm.weight: name = adamw");
+  go_on(4, "embed_tokens: name = adamw, lr_factor = 0.5");
+  EXPECT_THAT(([&] { go_on(5, "layers.0.attention.wq: name = adamw"); }),
+              ThrowsMessage<ConfigError>(HasSubstr("'layers.0.attention.wq.weight' would be updated by adamw, and ")));
+}
+
 TEST_F(Runs, MoreStepsUnderAScheduleSayThatTheRateBends) {
   run_into("a", 4, {"optim.schedule=cosine"});
   const std::string said = run_into("a", 8, {"optim.schedule=cosine", "checkpoint.resume=latest"});
