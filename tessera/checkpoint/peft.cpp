@@ -60,6 +60,13 @@ std::pair<std::string, std::string> split_adapter(const std::string& name) {
   return {name.substr(0, dot), name.substr(dot + 1)};
 }
 
+/// The first of what was trained beside adapters, by this run or one that it went on from.
+std::string trained_beside(const LoraConfig& lora, const Manifest& manifest) {
+  if (!lora.trained.empty()) return lora.trained.front();
+  const auto earlier = manifest.progress.find("lora_trained");
+  return earlier == manifest.progress.end() || earlier->empty() || !earlier->front().is_string() ? "" : earlier->front().get<std::string>();
+}
+
 /// What the tensor is called there.
 std::string peft_name(const PeftNames& names, const std::string& ours) {
   const auto [path, which] = split_adapter(ours);
@@ -137,9 +144,10 @@ void check_targets(const fs::path& file, const nlohmann::json& config, const Pef
 
 Exported export_peft(const fs::path& checkpoint, const ModelConfig& model, const LoraConfig& lora, const fs::path& out, const ExportOptions& options) {
   require(!is_there(out) && !fs::is_symlink(out), out.string(), ": exists already; name a folder that does not");
-  require(lora.trained.empty(), "--to peft: '", lora.trained.empty() ? "" : lora.trained.front(),
-          "' (lora.trained) was trained beside the adapters, and would be left behind; write the whole model (--to hf --merge-lora)");
   const Manifest manifest = read_or_name_another([&] { return read_manifest(checkpoint); });
+  const std::string trained = trained_beside(lora, manifest);
+  require(trained.empty(), "--to peft: '", trained,
+          "' (lora.trained) was trained beside the adapters, and would be left behind; write the whole model (--to hf --merge-lora)");
   const PeftNames names = peft_names(model);
   std::vector<std::pair<std::string, TensorSpec>> adapters;  // what is stored, and how it is written
   std::set<std::string> paths;

@@ -5,6 +5,8 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/embedding.h"
+#include "tessera/nn/head.h"
 
 namespace tessera::optim {
 
@@ -29,6 +31,13 @@ void WholeModel::spread(const at::Tensor& mine, const at::Tensor& all) const {
   const at::Tensor message = all.view({-1}).to(there);
   comm::all_gather(ranks, message, mine.to(there));
   if (there != all.device()) at::Tensor(all).view({-1}).copy_(message);
+}
+
+void note_uses(WholeModel& model, const torch::nn::Module& root) {
+  for (const auto& module : root.modules()) {
+    if (const auto* embedding = dynamic_cast<const nn::EmbeddingImpl*>(module.get())) model.looked_up.insert(nn::slice_of(embedding->weight).name);
+    if (const auto* head = dynamic_cast<const nn::LanguageModelHeadImpl*>(module.get())) model.heads.insert(nn::slice_of(head->weight).name);
+  }
 }
 
 Places::Places(const std::vector<Slice>& parameters, const std::function<int64_t(const Slice&)>& numbers) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
 
 #include "tessera/comm/group.h"
 #include "tessera/layout/slice.h"
@@ -40,6 +41,9 @@ struct WholeModel {
   void collect(const at::Tensor& all, const at::Tensor& mine) const;
   void spread(const at::Tensor& mine, const at::Tensor& all) const;
 };
+
+/// Notes which of the weights of `root` are looked up, and which make logits, under their logical names.
+void note_uses(WholeModel& model, const torch::nn::Module& root);
 
 /// Where each parameter's numbers lie in one flat tensor that ranks meet over: those of all parameters one after another, whichever of them a rank holds.
 class Places {

@@ -101,9 +101,8 @@ optim::WholeModel whole_model(const Config& config, const Composition& run, at::
     whole.parameters.push_back(Slice::whole(parameter.name, nn::slice_of(parameter.tensor).shape));
   }
   for (torch::nn::Module* root : roots_of(run)) {
+    optim::note_uses(whole, *root);
     for (const auto& module : root->modules()) {
-      if (const auto* embedding = dynamic_cast<const nn::EmbeddingImpl*>(module.get())) whole.looked_up.insert(nn::slice_of(embedding->weight).name);
-      if (const auto* head = dynamic_cast<const nn::LanguageModelHeadImpl*>(module.get())) whole.heads.insert(nn::slice_of(head->weight).name);
       if (const auto* experts = dynamic_cast<const nn::GroupedExpertsImpl*>(module.get())) {
         for (const at::Tensor& weight : {experts->w1, experts->w2, experts->w3}) whole.stacks[nn::slice_of(weight).name] = experts->experts();
       }

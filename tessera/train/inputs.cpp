@@ -18,10 +18,12 @@
 #include "tessera/core/format.h"
 #include "tessera/data/loader.h"
 #include "tessera/models/model.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/optim/groups.h"
 #include "tessera/optim/schedule.h"
+#include "tessera/optim/whole_model.h"
 #include "tessera/train/adapters.h"
 #include "tessera/train/progress.h"
 
@@ -92,7 +94,8 @@ nlohmann::json agreement_with(const Config& config, const data::Corpus& corpus) 
   auto agreement = checkpoint::agreement_of(config, data_identity(corpus));
   if (config.checkpoint.partial.empty()) return agreement;
   for (auto entry = agreement.begin(); entry != agreement.end();) {
-    entry = entry.key().starts_with("model.") || entry.key().starts_with("lora.") || entry.key().starts_with("quantize.") ? agreement.erase(entry) : std::next(entry);
+    entry = entry.key().starts_with("model.") || entry.key().starts_with("lora.") || entry.key().starts_with("quantize.") ? agreement.erase(entry)
+                                                                                                                          : std::next(entry);
   }
   return agreement;
 }
@@ -105,11 +108,22 @@ void check_momentum(const OptimConfig& saved, const OptimConfig& now, const std:
           saved.momentum == 0 ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
 }
 
-std::vector<std::string> parameter_names(const Config& config) {
+/// The model's parameters, and what an optimizer's choice by kind asks of them.
+optim::WholeModel described_model(const Config& config) {
   const auto model = on_meta([&] { return make_model(config.model); });
   const Attachment adapted = add_adapters(config, *model);
+  nn::assign_paths(*model);
+  optim::WholeModel described;
+  for (const auto& parameter : nn::unique_parameters(*model)) {
+    described.parameters.push_back(Slice::whole(parameter.name, parameter.tensor.sizes().vec()));
+  }
+  optim::note_uses(described, *model);
+  return described;
+}
+
+std::vector<std::string> parameter_names(const Config& config) {
   std::vector<std::string> names;
-  for (const auto& parameter : nn::unique_parameters(*model)) names.push_back(parameter.name);
+  for (const Slice& parameter : described_model(config).parameters) names.push_back(parameter.name);
   return names;
 }
 
@@ -117,8 +131,13 @@ std::vector<std::string> parameter_names(const Config& config) {
 void check_optimizers(const Config& saved, const Config& config, const std::string& folder) {
   if (saved.optim.groups.empty() && config.optim.groups.empty()) return check_momentum(saved.optim, config.optim, "", folder);
   const auto before = optim_groups(saved.optim), now = optim_groups(config.optim);
-  for (const auto& name : parameter_names(config)) {
-    const OptimConfig was = optim::settings_of(saved.optim, before, name, 2).settings, is = optim::settings_of(config.optim, now, name, 2).settings;
+  const optim::WholeModel model = described_model(config);
+  for (const Slice& parameter : model.parameters) {
+    const std::string& name = parameter.name;
+    const auto by = [&](const OptimConfig& optim, const auto& groups) {
+      return optim::settings_of(optim, groups, name, parameter.shape.size(), model).settings;
+    };
+    const OptimConfig was = by(saved.optim, before), is = by(config.optim, now);
     require(was.name == is.name, "optim.groups: '", name, "' would be updated by ", is.name, ", and ", folder, " holds what ", was.name,
             " kept of it; give it name = ", was.name, " again, or start anew with checkpoint.resume = \"\"");
     check_momentum(was, is, detail::concat(" for '", name, "'"), folder);

@@ -1,5 +1,6 @@
 #include "tessera/train/progress.h"
 
+#include <algorithm>
 #include <filesystem>
 
 #include "tessera/comm/algorithms/choice.h"
@@ -49,6 +50,20 @@ nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, c
           {"data_ranks", data_ranks},
           {"bucket_plan", plans},
           {"comm", algorithms}};
+}
+
+std::vector<std::string> trained_beside_adapters(const Config& config, const nlohmann::json& progress, const std::string& source) {
+  std::vector<std::string> all = config.lora.trained;
+  const auto add = [&](const std::vector<std::string>& patterns) {
+    for (const std::string& pattern : patterns) {
+      if (std::ranges::find(all, pattern) == all.end()) all.push_back(pattern);
+    }
+  };
+  add(config_of(progress, source).lora.trained);
+  if (progress.contains("lora_trained")) {
+    add(read_field(progress, "lora_trained", source, [](const nlohmann::json& saved) { return saved.get<std::vector<std::string>>(); }));
+  }
+  return all;
 }
 
 data::Cursor cursor_of(const nlohmann::json& progress, const std::string& source) {

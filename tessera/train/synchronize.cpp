@@ -65,6 +65,11 @@ struct Dealt {
   bool has_buffers = true;    ///< takes care of the module's buffers, which are one set's
 };
 
+/// Experts, or all else, of a module may be frozen as a whole (lora.trained), or not there.
+bool trains_any(const torch::nn::Module& root, const nn::ParameterFilter& only) {
+  return std::ranges::any_of(nn::unique_parameters(root, only), [](const nn::NamedParameter& parameter) { return parameter.tensor.requires_grad(); });
+}
+
 /// Of a module of the model: all that it has, or what is outside of experts and then these, which fewer ranks hold.
 std::vector<Dealt> dealt_parameters(const Config& config, const Mesh& mesh, torch::nn::Module& root) {
   const MeshRoles roles = mesh_roles(config);
@@ -76,8 +81,7 @@ std::vector<Dealt> dealt_parameters(const Config& config, const Mesh& mesh, torc
   for (const int rank : mesh.members(roles.shard)) sparse.places.push_back(experts.rank(rank, "edp"));
   std::vector<Dealt> dealt;
   for (Dealt* one : {&dense, &sparse}) {
-    const auto parameters = nn::unique_parameters(root, one->only);
-    if (std::ranges::none_of(parameters, [](const nn::NamedParameter& parameter) { return parameter.tensor.requires_grad(); })) continue;  // frozen, or none
+    if (!trains_any(root, one->only)) continue;
     one->has_buffers = dealt.empty();
     dealt.push_back(std::move(*one));
   }
@@ -228,7 +232,7 @@ void reduce_in_trees(const Config& config, const Mesh& mesh, Composition& run) {
   std::vector<PartSynchronizers::Share> shares;
   const std::vector<torch::nn::Module*> roots = roots_of(run);
   const auto add = [&](size_t part, const comm::Group& group, const TreeReductionOptions& own) {
-    if (nn::unique_parameters(*roots[part], own.only).empty()) return;
+    if (own.only ? !trains_any(*roots[part], own.only) : nn::unique_parameters(*roots[part]).empty()) return;
     shares.push_back({.part = static_cast<int>(part), .synchronizer = std::make_unique<TreeReduction>(*roots[part], group, own)});
   };
   const bool over_replicas = deals_experts_over_replicas(config, mesh.shape());

@@ -125,6 +125,10 @@ checkpoint::RunIdentity begun(const Config& config, const Inputs& inputs, const 
   return run_identity(inputs);
 }
 
+std::vector<std::string> trained_beside(const Config& config, const std::optional<ResumePoint>& resume) {
+  return resume ? trained_beside_adapters(config, resume->manifest.progress, resume->folder.string()) : config.lora.trained;
+}
+
 // Only a run that is about to train moves what others left: one that loading or replay has refused leaves checkpoint.dir as it found it.
 void enter(const Config& config, const Inputs& inputs, const checkpoint::RunIdentity& run, const comm::World& world) {
   if (config.checkpoint.dir.empty()) return;
@@ -398,6 +402,7 @@ void Trainer::save(int64_t step) {
   const auto plans = bucket_plans(run);
   state.progress = progress_json(config_, feed_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(roles.tokens));
   state.progress["loss_scale"] = run.loss_scale.state();
+  if (!config_.lora.modules.empty()) state.progress["lora_trained"] = trained_beside(config_, inputs_.resume);
   if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(stepper_.forward_only(), feed_.cursor());
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));
   if (std::string source = quantized_source(config_); !source.empty()) state.agreement["quantize.from"] = std::move(source);

@@ -96,6 +96,7 @@ TEST_F(ExpertsOverRanks, GiveTheBitsOfOneInAFixedOrder) {
   expect_bits({"batch.micro_size=1", "model.router=sigmoid", "moe.bias_rate=0.01"}, {"mesh.ep=8"}, 8);
   expect_bits({"model.experts=6", "model.shared_ffn_dim=24"}, {"mesh.ep=3", "recompute.mode=full"}, 3);
   expect_bits({"precision.compute=bf16"}, {"mesh.ep=4"}, 4);
+  expect_bits({"lora.modules=layers.*.attention.*"}, {"mesh.ep=2"}, 2);  // experts are frozen
 }
 
 /// Where each expert is cut over ranks, too, and where there are stages, these are part of the arithmetic, and the number of other data ranks is not.

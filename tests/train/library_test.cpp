@@ -92,6 +92,27 @@ TEST(Library, ALoopUnderDdp) {
   });
 }
 
+TEST(Library, ATiedTensorIsUpdatedOnce) {
+  on_two_ranks([](World& world) {
+    Net model;
+    fill(model);
+    model.register_parameter("again", model.head->weight);
+    const tessera::DistributedDataParallel ddp(model, world.group(), {.average = true});
+    EXPECT_EQ(model.parameters().size(), 7U);
+    const torch::Tensor before = model.head->weight.detach().clone();
+    //: tied
+    std::vector<torch::Tensor> once;
+    for (const auto& [name, tensor, aliases] : tessera::nn::unique_parameters(model)) once.push_back(tensor);
+    torch::optim::AdamW optimizer(once, torch::optim::AdamWOptions(1e-2));
+    //:
+    const auto [x, y] = batches_of(world).front();
+    torch::mse_loss(model.forward(x), y).backward();
+    optimizer.step();
+    EXPECT_LT((model.head->weight - before).abs().max().item<double>(), 1.05e-2) << "one step of Adam";
+    return bits_of(model);
+  });
+}
+
 TEST(Library, PartsOfDifferentSizes) {
   const auto whole_x = tessera::testing_support::random_tensor({8, 6}, "x"), whole_y = tessera::testing_support::random_tensor({8, 2}, "y");
   Net alone;

@@ -2,6 +2,8 @@
 
 #include <csignal>
 
+#include "tessera/checkpoint/peft.h"
+#include "tessera/train/progress.h"
 #include "tests/train/resume_fixture.h"
 
 namespace tessera {
@@ -189,6 +191,33 @@ TEST_F(Runs, GroupsMayChangeTheirRatesAndNotTheirOptimizer) {
   };
   refused("[]", "adamw, and");
   refused("[\"embed_tokens: name = sgd\"]", "sgd, and");
+}
+
+TEST_F(Runs, MuonsGroupsMayNameTheOptimizerThatAParameterHasAlready) {
+  run_into("a", 2, {"optim.name=muon"});
+  const auto go_on = [&](int64_t last, const std::string& groups) {
+    run_into("a", last, {"optim.name=muon", "checkpoint.resume=latest", "optim.groups=[\"" + groups + "\"]"});
+  };
+  go_on(3, "norm.weight: name = adamw");
+  go_on(4, "embed_tokens: name = adamw, lr_factor = 0.5");
+  EXPECT_THAT(([&] { go_on(5, "layers.0.attention.wq: name = adamw"); }),
+              ThrowsMessage<ConfigError>(HasSubstr("'layers.0.attention.wq.weight' would be updated by adamw, and ")));
+}
+
+TEST_F(Runs, WhatWasEverTrainedBesideAdaptersIsNotLeftBehind) {
+  const std::string adapters = "lora.modules=layers.*.attention.*";
+  run_into("a", 2, {adapters, "lora.trained=[\"norm.weight\"]"});
+  for (const int64_t step : {4, 6}) {
+    run_into("a", step, {adapters, "checkpoint.resume=latest"});
+    const auto progress = checkpoint::read_manifest(at("a", step)).progress;
+    EXPECT_EQ(progress.at("lora_trained"), nlohmann::json({"norm.weight"}));
+    const Config config = config_of(progress, "");
+    EXPECT_THAT(([&] { checkpoint::export_peft(at("a", step), config.model, config.lora, folder_ / "peft", {}); }),
+                ThrowsMessage<ConfigError>(HasSubstr("'norm.weight' (lora.trained) was trained beside the adapters")));
+  }
+  run_into("b", 2, {adapters});
+  const Config config = config_of(checkpoint::read_manifest(at("b", 2)).progress, "");
+  checkpoint::export_peft(at("b", 2), config.model, config.lora, folder_ / "peft", {});
 }
 
 TEST_F(Runs, MoreStepsUnderAScheduleSayThatTheRateBends) {
