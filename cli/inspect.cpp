@@ -136,11 +136,12 @@ void add_inspect(Command app, int& exit_code) {
   auto command = app.add_command("inspect", "What a checkpoint, a .safetensors file, a packed corpus or a flight record holds, and which devices there are");
   command.add_option("path", flags->path, "Checkpoint folder, .safetensors file or packed .bin");
   command.add_flag("--json", flags->json, "Print JSON");
-  add_inspect_record(command, exit_code);
-  add_inspect_device(command, exit_code);
+  const auto alone = [flags] {
+    require(flags->path.empty(), "inspect: ", flags->path, ": is not looked at beside `record` or `device`; leave one of them out");
+  };
+  add_inspect_record(command, exit_code, alone);
+  add_inspect_device(command, exit_code, alone);
   command.when_chosen([flags, command, &exit_code] {
-    require(!command.has_chosen_command() || flags->path.empty(), "inspect: ", flags->path,
-            ": is not looked at beside `record` or `device`; leave one of them out");
     if (command.has_chosen_command()) return;
     require(!flags->path.empty(),
             "inspect: no path; give a checkpoint, a .safetensors file or a packed .bin, `record` and a folder of flight records, or `device`");

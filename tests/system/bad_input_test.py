@@ -347,7 +347,9 @@ class BadInput(SystemTest):
         self.assertIn("--nproc-per-node = 1000000000", self.refusal(run("run", "--nproc-per-node", 10**9, "true")))
 
     def test_flags_that_nothing_would_look_at(self):
-        self.assertIn("is not looked at beside", self.refusal(run("inspect", self.folder, "device")))
+        both = run("inspect", self.folder, "device")
+        self.assertIn("is not looked at beside", self.refusal(both))
+        self.assertEqual(both.stdout, "")
         generate = ("generate", "--checkpoint", self.folder, "--prompt", "a")
         self.assertIn("--temperature = inf", self.refusal(run(*generate, "--temperature", "inf")))
         self.assertIn("seed beyond 64 bits", self.refusal(run(*generate, "--seed", 2**63 - 1, "--samples", 2)))
