@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <initializer_list>
+#include <map>
 
 #include <unistd.h>
 
@@ -14,6 +15,7 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/log.h"
 #include "tessera/launch/local.h"
+#include "tessera/train/pipeline_layout.h"
 
 namespace tessera::cli {
 
@@ -45,6 +47,24 @@ std::string check_output_file(const char* knob, const std::string& file, const s
     require(!is_input, knob, " = ", file, ": is what this command reads (", input, "), and would be overwritten; name another file");
   }
   return place.string();
+}
+
+void check_output_files(const std::vector<std::pair<const char*, std::string>>& outputs, const std::vector<std::string>& inputs) {
+  std::map<std::filesystem::path, const char*> taken;
+  for (const auto& [flag, file] : outputs) {
+    const std::string place = check_output_file(flag, file, inputs);
+    if (place.empty()) continue;
+    const auto [other, free] = taken.emplace(std::filesystem::weakly_canonical(place), flag);
+    require(free, flag, " = ", file, ": is where ", other->second, " is written, too; name another file");
+  }
+}
+
+std::vector<std::string> inputs_of(const Config& config) {
+  std::vector<std::string> inputs{config.data.tokenizer, config.model.from_hf, config.comm.table, config.lora.from_peft};
+  for (const auto* files : {&config.data.files, &config.data.validation_files}) inputs.insert(inputs.end(), files->begin(), files->end());
+  if (is_schedule_file(config.pipeline)) inputs.push_back(config.pipeline.schedule);
+  if (!config.pipeline.costs_from.empty()) inputs.insert(inputs.end(), {config.pipeline.costs_from, config.pipeline.costs_from + "/timeline.jsonl"});
+  return inputs;
 }
 
 void say_once(const std::vector<std::string>& remarks) {

@@ -8,6 +8,7 @@
 #include <c10/core/Device.h>
 
 #include "tessera/comm/world.h"
+#include "tessera/config/config.h"
 
 namespace tessera::cli {
 
@@ -28,6 +29,12 @@ void leave_signals_to_the_launcher();
 /// Refuses a file to write, where one is asked for, in a folder that does not exist or in which nothing can be made, or that is a folder or a device itself, or
 /// one of the `inputs` (files, or folders of them) that the command reads: before anything is computed for it. Returns where to write (output_place).
 std::string check_output_file(const char* knob, const std::string& file, const std::vector<std::string>& inputs = {});
+
+/// So each of the files that flags ask for, and that none takes another's place.
+void check_output_files(const std::vector<std::pair<const char*, std::string>>& outputs, const std::vector<std::string>& inputs = {});
+
+/// What a run of that configuration reads by name.
+std::vector<std::string> inputs_of(const Config& config);
 
 /// Says remarks aloud, on the first rank alone.
 void say_once(const std::vector<std::string>& remarks);

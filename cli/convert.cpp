@@ -1,6 +1,7 @@
 #include "tessera/checkpoint/convert.h"
 
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,6 +12,7 @@
 #include "cli/common.h"
 #include "tessera/checkpoint/peft.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/train/adapters.h"
 #include "tessera/train/load_model.h"
 
@@ -48,10 +50,20 @@ std::optional<checkpoint::Upcycling> upcycling_of(const ConvertFlags& flags) {
                                .seed = static_cast<uint64_t>(flags.seed.value_or(0))};
 }
 
+/// What lies in a checkpoint is its own.
+void check_outside(const std::string& out) {
+  std::filesystem::path folder = std::filesystem::weakly_canonical(out).parent_path();
+  for (; folder.has_relative_path(); folder = folder.parent_path()) {
+    require(!is_there(folder / "manifest.json"), "OUT = ", out, ": lies in the checkpoint ", folder.string(),
+            ", which is whole as it is; name a folder elsewhere");
+  }
+}
+
 int convert(const ConvertFlags& flags) {
   require(!flags.out.empty(), "OUT is empty: name the folder to write");
   require(flags.max_shard_bytes > 0, "--max-shard-bytes = ", flags.max_shard_bytes, ": it must be at least 1");
   const auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT");
+  check_outside(flags.out);
   say_once(source.remarks);
   const LoraConfig& lora = source.config.lora;
   checkpoint::ExportOptions options{.dtype = dtype_of(flags.dtype), .max_shard_bytes = flags.max_shard_bytes, .upcycling = upcycling_of(flags)};

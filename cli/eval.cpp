@@ -83,6 +83,8 @@ int eval(const EvalFlags& flags) {
   const int64_t micro_size = std::min(flags.micro_size, corpus->windows(flags.seq_len));  // rows beyond the windows would be padding alone
   const int ranks = world_size(flags.nproc);
   const auto layout = reading_layout(config, ranks);
+  require(layout.copies <= corpus->windows(flags.seq_len), "mesh.dp_replicate = ", layout.copies, ": so many copies of the model would share ",
+          corpus->windows(flags.seq_len), " windows of --file; start fewer ranks (--nproc), or cut the model over them by --set mesh.tp=N or mesh.pp=N");
   validate_context(config, flags.seq_len, "--seq-len", layout.column_ranks, layout.tensor_ranks);
   const at::Device device = device_for(config.run.device, flags.nproc);
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);

@@ -1,7 +1,9 @@
 #include "tessera/train/generate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,6 +13,7 @@
 #include "cli/common.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
 #include "tessera/data/tokenizer.h"
 #include "tessera/mesh/mesh.h"
@@ -98,7 +101,8 @@ class Printer {
 
 /// Before a rank starts, and before the prompt is printed.
 void check_sampling(const SampleOptions& sample) {
-  require(sample.temperature >= 0, "--temperature = ", sample.temperature, ": it must be 0 (always the most likely token) or more");
+  require(sample.temperature >= 0 && std::isfinite(sample.temperature), "--temperature = ", sample.temperature,
+          ": it must be a number, 0 (always the most likely token) or more");
   require(sample.top_k >= 0, "--top-k = ", sample.top_k, ": it must be at least 1, or 0 for all tokens");
   require(sample.top_p > 0 && sample.top_p <= 1, "--top-p = ", sample.top_p, ": it must be above 0, and at most 1 for all tokens");
 }
@@ -124,7 +128,7 @@ void check_layout(const Config& config, int ranks) {
 Settings flag_settings(const GenerateFlags& flags) {
   std::string prompts;
   for (const auto& prompt : flags.prompts) {
-    prompts += (prompts.empty() ? "" : ", ") + nlohmann::json(prompt).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    prompts += (prompts.empty() ? "" : ", ") + json_text(nlohmann::json(prompt));
   }
   return {{"--prompt", prompts},
           {"--samples", std::to_string(flags.samples)},
@@ -162,6 +166,8 @@ int generate_text(const GenerateFlags& flags) {
   require(flags.samples >= 1 && flags.samples <= kMostSamples, "--samples = ", flags.samples, ": give the texts to make of each prompt, 1 to ", kMostSamples);
   check_sampling(flags.sample);
   require(flags.seed >= 0, "--seed = ", flags.seed, ": it must be at least 0");
+  require(flags.seed <= std::numeric_limits<int64_t>::max() - (flags.samples - 1), "--seed = ", flags.seed, ": with --samples = ", flags.samples,
+          " the last would have a seed beyond 64 bits; give a smaller one");
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   check_generates(config.model);

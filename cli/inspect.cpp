@@ -16,6 +16,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
+#include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
 #include "tessera/data/corpus.h"
 #include "tessera/models/flops.h"
@@ -112,7 +113,7 @@ json describe(const std::filesystem::path& path) {
 std::string table(const json& found) {
   std::string out;
   for (const auto& [key, value] : found.items())
-    if (!value.is_structured() && value != "") out += fmt::format("{:<18}{}\n", key, value.is_string() ? value.get<std::string>() : value.dump());
+    if (!value.is_structured() && value != "") out += fmt::format("{:<18}{}\n", key, value.is_string() ? value.get<std::string>() : json_text(value));
   if (!found.contains("tensors")) return out;
   for (const auto& tensor : found["tensors"]) {
     out += fmt::format("{:<48} {:<5} {}\n", tensor["name"].get<std::string>(), tensor["dtype"].get<std::string>(), shape_text(tensor["shape"]));
@@ -135,14 +136,17 @@ void add_inspect(Command app, int& exit_code) {
   auto command = app.add_command("inspect", "What a checkpoint, a .safetensors file, a packed corpus or a flight record holds, and which devices there are");
   command.add_option("path", flags->path, "Checkpoint folder, .safetensors file or packed .bin");
   command.add_flag("--json", flags->json, "Print JSON");
-  add_inspect_record(command, exit_code);
-  add_inspect_device(command, exit_code);
+  const auto alone = [flags] {
+    require(flags->path.empty(), "inspect: ", flags->path, ": is not looked at beside `record` or `device`; leave one of them out");
+  };
+  add_inspect_record(command, exit_code, alone);
+  add_inspect_device(command, exit_code, alone);
   command.when_chosen([flags, command, &exit_code] {
     if (command.has_chosen_command()) return;
     require(!flags->path.empty(),
             "inspect: no path; give a checkpoint, a .safetensors file or a packed .bin, `record` and a folder of flight records, or `device`");
     const json found = describe(flags->path);
-    const std::string text = flags->json ? found.dump(2) + "\n" : table(found);
+    const std::string text = flags->json ? json_text(found, 2) + "\n" : table(found);
     std::fputs(text.c_str(), stdout);
     std::fflush(stdout);
     require(found.value("valid", true), found.value("problem", ""), "; name another checkpoint, or copy this one anew");

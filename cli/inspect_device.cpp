@@ -87,11 +87,12 @@ std::string devices_table(const json& found) {
 
 }  // namespace
 
-void add_inspect_device(Command inspect, int& exit_code) {
+void add_inspect_device(Command inspect, int& exit_code, const std::function<void()>& check) {
   auto as_json = std::make_shared<bool>(false);
   auto command = inspect.add_command("device", "Devices that this process sees, and what this build has for them");
   command.add_flag("--json", *as_json, "Print JSON");
-  command.when_chosen([as_json, &exit_code] {
+  command.when_chosen([as_json, check, &exit_code] {
+    check();
     const json found = describe();
     const std::string text = *as_json ? json_text(found) + "\n" : devices_table(found);
     std::fputs(text.c_str(), stdout);

@@ -85,7 +85,7 @@ json describe(const flight::Merge& merge, const flight::Verdict& verdict, const 
 
 }  // namespace
 
-void add_inspect_record(Command inspect, int& exit_code) {
+void add_inspect_record(Command inspect, int& exit_code, const std::function<void()>& check) {
   struct Flags {
     std::string dir;
     bool json = false;
@@ -96,7 +96,8 @@ void add_inspect_record(Command inspect, int& exit_code) {
   command.add_option("dir", flags->dir, "Folder of the records, such as log.dir/record").required();
   command.add_flag("--json", flags->json, "Print JSON");
   command.add_option("--calls", flags->calls, "Last calls of each rank in the JSON").shows_default();
-  command.when_chosen([flags, &exit_code] {
+  command.when_chosen([flags, check, &exit_code] {
+    check();
     const auto records = flight::read_records(flags->dir);
     const flight::Merge merge(records);
     const auto verdict = flight::explain(merge);

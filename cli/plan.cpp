@@ -25,10 +25,13 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
+#include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
 #include "tessera/core/text_file.h"
 #include "tessera/kernels/linear_cross_entropy.h"
 #include "tessera/kernels/products.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/plan/collective_time.h"
 #include "tessera/plan/curves.h"
 #include "tessera/plan/device.h"
@@ -44,6 +47,7 @@
 #include "tessera/plan/settings.h"
 #include "tessera/plan/whole_run.h"
 #include "tessera/precision/compute_format.h"
+#include "tessera/train/compose.h"
 #include "tessera/train/inputs.h"
 
 namespace tessera::cli {
@@ -54,6 +58,7 @@ struct PlanFlags {
   std::string what, device, framework, layouts;
   std::vector<std::string> sets;
   int world = 1;
+  bool says_world = false;
   std::optional<int> devices_per_node;
   bool json = false, longest = false, events = false, explain = false, search = false;
   std::optional<int64_t> batch, max_batch, patience;
@@ -124,6 +129,11 @@ class ProgressLine {
   std::jthread thread_;  // last: it reads the others
 };
 
+/// What a rank of another framework's needs: what it holds over what is alive, and its contexts.
+double framework_bytes(const plan::Framework& framework, const Config& config, const plan::DryRun& run) {
+  return plan::reserved_bytes(framework, config, run) + framework.context_bytes;
+}
+
 nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std::optional<plan::Device>& device,
                        const std::optional<plan::Framework>& framework, const std::optional<plan::WholeRun>& all = std::nullopt) {
   nlohmann::json json = plan::to_json(run);
@@ -135,8 +145,30 @@ nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std:
     json["reserved_bytes"] = plan::reserved_bytes(*framework, config, run);
     json["context_bytes"] = framework->context_bytes;
     json["unfitted_bytes"] = plan::reserved_bytes(*framework, config, run, /*reserve=*/false);
+    if (run.memory_limit > 0) json["fits"] = framework_bytes(*framework, config, run) <= static_cast<double>(run.memory_limit);
   }
   return json;
+}
+
+/// Beside the step's own bytes, which are those of our tensors.
+std::string framework_text(const plan::Framework& framework, const Config& config, const plan::DryRun& run) {
+  const auto bytes = [](double value) { return format_bytes(static_cast<int64_t>(value)); };
+  std::string text = fmt::format("framework {}: {} reserved and {} of contexts on the rank that needs most", framework.name,
+                                 bytes(plan::reserved_bytes(framework, config, run)), bytes(framework.context_bytes));
+  if (run.memory_limit > 0) {
+    const bool fits = framework_bytes(framework, config, run) <= static_cast<double>(run.memory_limit);
+    text += fmt::format(", which {} {}", fits ? "fit" : "do not fit", bytes(static_cast<double>(run.memory_limit)));
+  }
+  return text + "\n";
+}
+
+/// What `train` looks at besides the rules of a configuration: patterns that name no module.
+void add_remarks(const Config& config, plan::DryRun& run) {
+  try {
+    check_modules(config, size_along(mesh_shape(config.mesh, config.zero.stage, run.world), mesh_roles(config).layers));
+  } catch (const ConfigError& error) {
+    run.remarks.emplace_back(error.what());
+  }
 }
 
 /// A step may need no more than the device has.
@@ -157,7 +189,7 @@ plan::Device device_of(const PlanFlags& flags) {
 void say_explanation(const plan::Preset& of, const PlanFlags& flags) {
   const auto explanation = plan::explain(of.config, of.parameters, flags.world > 1 ? flags.world : 8);
   if (flags.json) {
-    std::printf("%s\n", plan::to_json(explanation).dump(2).c_str());
+    std::printf("%s\n", json_text(plan::to_json(explanation), 2).c_str());
     return;
   }
   const std::string source = of.source.empty() ? "" : " (shape: " + of.source + ")";
@@ -166,7 +198,7 @@ void say_explanation(const plan::Preset& of, const PlanFlags& flags) {
 
 void say_longest(const plan::LongestSequence& found, const Config& config, bool json) {
   if (json) {
-    std::printf("%s\n", nlohmann::json{{"longest", found.seq_len}, {"peak_bytes", found.peak}, {"limit", config.run.memory_limit_bytes}}.dump().c_str());
+    std::printf("%s\n", json_text(nlohmann::json{{"longest", found.seq_len}, {"peak_bytes", found.peak}, {"limit", config.run.memory_limit_bytes}}).c_str());
   } else {
     std::printf("data.seq_len = %lld: %s of %s a rank at the peak\n", static_cast<long long>(found.seq_len), format_bytes(found.peak).c_str(),
                 format_bytes(config.run.memory_limit_bytes).c_str());
@@ -220,9 +252,6 @@ void check_search(const PlanFlags& flags) {
     for (const auto& [name, value] : {std::pair{"--batch", flags.batch}, {"--max-batch", flags.max_batch}, {"--patience", flags.patience}}) {
       require(!value || (*value >= 1 && *value <= 1 << 30), name, " = ", value.value_or(0), ": expected 1 to ", 1 << 30);
     }
-    const auto folder = std::filesystem::absolute("." / std::filesystem::path(flags.output)).parent_path();  // asked now, not when the search is done
-    require(flags.output.empty() || (is_folder(folder) && access(folder.c_str(), W_OK) == 0), "--output = ", flags.output, ": ", folder.string(),
-            " is no folder that can be written to; name a file in one that is there");
     return;
   }
   for (const auto& [name, given] : {std::pair{"--batch", flags.batch.has_value()},
@@ -251,7 +280,7 @@ int say_search(const Config& config, const PlanFlags& flags, const plan::Device&
     return plan::search_layouts(config, flags.world, machine, options);
   }();
   const plan::Tried* best = found.best();
-  std::string text = flags.json ? plan::to_json(found).dump(2) + "\n" : plan::to_string(found);
+  std::string text = flags.json ? json_text(plan::to_json(found), 2) + "\n" : plan::to_string(found);
   if (best != nullptr && !flags.json) text += "\n" + plan::flags_of(plan::settings_of(best->choice, found.world)) + "\n";
   if (best != nullptr && !flags.output.empty()) {
     Config winner = plan::with_settings(config, plan::settings_of(best->choice, found.world));
@@ -264,6 +293,7 @@ int say_search(const Config& config, const PlanFlags& flags, const plan::Device&
   }
   std::fputs(text.c_str(), stdout);
   std::fflush(stdout);
+  if (best == nullptr) std::fputs("tessera: --search: no layout was found that fits; standard output says what was tried\n", stderr);
   return best != nullptr ? 0 : 1;
 }
 
@@ -275,7 +305,7 @@ void say_curves(const Config& config, const PlanFlags& flags, const std::optiona
                              {.world = flags.world > 1 ? flags.world : 8, .machine = machine, .progress = [&](const std::string& text) { line.say(text); }});
   }();
   if (!flags.svg.empty()) write_text_file("--svg " + flags.svg, flags.svg, plan::svg_of(curves));
-  std::fputs((flags.json ? plan::to_json(curves).dump(2) + "\n" : plan::to_string(curves)).c_str(), stdout);
+  std::fputs((flags.json ? json_text(plan::to_json(curves), 2) + "\n" : plan::to_string(curves)).c_str(), stdout);
 }
 
 /// A curve stands in place of a plan: what else does, or draws one, is refused beside it.
@@ -292,7 +322,15 @@ void check_curve(const PlanFlags& flags) {
   }
   require(!flags.device.empty() || flags.curve == "memory" || flags.curve == "traffic", "--curve = ", flags.curve,
           ": is of seconds, and those are of a device; add --device NAME");
-  check_output_file("--svg", flags.svg, {flags.what});
+}
+
+/// Before anything is computed for them; of all flags together, and over nothing that the command reads.
+void check_outputs(const PlanFlags& flags, const Config& config) {
+  std::vector<std::string> inputs = inputs_of(config);
+  inputs.insert(inputs.end(), {flags.what, flags.device, flags.framework});
+  auto outputs = flags.pictures.files();
+  outputs.insert(outputs.end(), {{"--output", flags.output}, {"--svg", flags.svg}});
+  check_output_files(outputs, inputs);
 }
 
 plan::Machine machine_for(const plan::Device& device, const std::optional<plan::Framework>& framework, const Config& config) {
@@ -315,9 +353,16 @@ std::vector<nlohmann::json> layouts_in(const std::string& path) {
   std::vector<nlohmann::json> layouts;
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
+    const auto number = layouts.size() + 1;
     auto layout = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
     refuse_unless(layout.is_object() && layout.value("set", nlohmann::json::array()).is_array() && layout.value("world", nlohmann::json(1)).is_number_integer(),
-                  detail::concat("line ", layouts.size() + 1, " is no layout"));
+                  detail::concat("line ", number, " is no layout"));
+    for (const auto& [key, value] : layout.items()) {
+      const bool known = key == "world" || key == "set" || key == "all_reduce";
+      refuse_unless(known, detail::concat("line ", number, " has ", json_text(nlohmann::json(key)), ", which is none of world, set and all_reduce"));
+    }
+    refuse_unless(!layout.contains("all_reduce") || !layout.contains("set"),
+                  detail::concat("line ", number, " has all_reduce, which is a collective alone, beside set, which is of a step"));
     layouts.push_back(std::move(layout));
   }
   refuse_unless(!layouts.empty(), "is empty");
@@ -326,18 +371,24 @@ std::vector<nlohmann::json> layouts_in(const std::string& path) {
 
 /// {"all_reduce": bytes, "world": 8}: what a collective takes alone.
 nlohmann::json all_reduce_json(const nlohmann::json& asked, int world, const plan::Device& device) {
-  require(asked.is_number_integer() && asked.get<int64_t>() >= 0, "--layouts: all_reduce: expected a number of bytes");
+  constexpr int64_t most = 1'000'000'000'000'000;
+  const bool good = asked.is_number_integer() && !(asked.is_number_unsigned() && asked.get<uint64_t>() > most) && asked.get<int64_t>() >= 0;
+  require(good, "--layouts: all_reduce = ", json_text(asked), ": expected a number of bytes, 0 to ", most);
   const auto bytes = asked.get<int64_t>();
   std::vector<int> ranks(static_cast<size_t>(world));
   std::iota(ranks.begin(), ranks.end(), 0);
-  const CollectiveEvent call{.op = "all_reduce", .group_size = world, .bytes = bytes, .sent_bytes = 2 * bytes * (world - 1) / world};
+  const CollectiveEvent call{
+      .op = "all_reduce", .group_size = world, .bytes = bytes, .sent_bytes = 2 * (bytes / world * (world - 1) + bytes % world * (world - 1) / world)};
   const plan::Machine machine = plan::machine_of(device);
   return {{"seconds", plan::collective_seconds(call, plan::placement_of(ranks, machine.devices_per_host), machine)}};
 }
 
 /// One line of JSON for each layout: what `--json` has of a run, but for its ranks; or why it is refused.
 void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& device, const std::optional<plan::Framework>& framework) {
-  for (const nlohmann::json& layout : layouts_in(flags.layouts)) {
+  const auto layouts = layouts_in(flags.layouts);
+  const bool takes_world = std::ranges::any_of(layouts, [](const nlohmann::json& layout) { return !layout.contains("world"); });
+  require(!flags.says_world || takes_world, "--world = ", flags.world, ": each line of --layouts = ", flags.layouts, " says its own; leave --world out");
+  for (const nlohmann::json& layout : layouts) {
     nlohmann::json answer;
     try {
       PlanFlags one = flags;
@@ -345,7 +396,7 @@ void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& devi
       require(one.world >= 1 && one.world <= kMostRanks, "--layouts: world = ", one.world, ": expected 1 to ", kMostRanks);
       if (layout.contains("all_reduce")) {
         require(device.has_value(), "--layouts: all_reduce: takes its time on a device; give --device");
-        std::printf("%s\n", all_reduce_json(layout["all_reduce"], one.world, *device).dump().c_str());
+        std::printf("%s\n", json_text(all_reduce_json(layout["all_reduce"], one.world, *device)).c_str());
         continue;
       }
       for (const auto& set : layout.value("set", nlohmann::json::array())) one.sets.push_back(set.is_string() ? set.get<std::string>() : set.dump());
@@ -355,7 +406,9 @@ void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& devi
       validate(config, one.world, Purpose::Plan);
       precision::settle_compute(config, at::kMeta, precision::Saying::Silent);
       const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
-      answer = json_of(plan::dry_run(config, one.world, {.machine = machine}), config, device, framework);
+      plan::DryRun run = plan::dry_run(config, one.world, {.machine = machine});
+      add_remarks(config, run);
+      answer = json_of(run, config, device, framework);
       int64_t peak = 0;
       for (const auto& ranks : answer["ranks"]) peak = std::max(peak, ranks["peak_bytes"]["total"].get<int64_t>());
       answer["peak_bytes"] = peak;
@@ -364,7 +417,7 @@ void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& devi
     } catch (const std::exception& error) {
       answer = {{"refused", error.what()}};
     }
-    std::printf("%s\n", answer.dump().c_str());
+    std::printf("%s\n", json_text(answer).c_str());
     std::fflush(stdout);
   }
 }
@@ -375,7 +428,7 @@ void add_plan(Command app, int& exit_code) {
   auto flags = std::make_shared<PlanFlags>();
   auto command = app.add_command("plan", "What a run needs on each rank, from a dry run of its very step");
   command.add_option("what", flags->what, "Configuration (TOML), or the name of a preset").required();
-  command.add_option("--world", flags->world, "Ranks").shows_default();
+  auto world_option = command.add_option("--world", flags->world, "Ranks").shows_default();
   command.add_option("--set", flags->sets, "key=value, over the file; may be given again").one_at_a_time();
   command.add_flag("--json", flags->json, "Print JSON");
   command.add_flag("--longest", flags->longest, "The longest sequence with which every rank keeps within run.memory_limit_bytes, in place of the plan");
@@ -400,11 +453,13 @@ void add_plan(Command app, int& exit_code) {
   command.add_option("--curve", flags->curve, "How a figure grows, of dry runs up to --world (8) ranks, in place of the plan").one_of(plan::curve_names());
   command.add_option("--svg", flags->svg, "With --curve: draw it").needs("--curve");
   flags->pictures.add_options(command);
-  command.when_chosen([flags, &exit_code] {
+  command.when_chosen([flags, world_option, &exit_code] {
+    flags->says_world = world_option.given();
     check_search(*flags);
     check_curve(*flags);
     require(!flags->pictures.asked() || !(flags->explain || flags->longest), "--report and --trace: draw a plan; leave out --explain and --longest");
-    flags->pictures.check(flags->what, !flags->device.empty());
+    require(!flags->events || !(flags->explain || flags->longest), "--events: are those of a plan; leave out --explain and --longest");
+    flags->pictures.check(!flags->device.empty());
     require(flags->world >= 1, "--world = ", flags->world, ": it must be at least 1");
     require(flags->world <= kMostRanks, "--world = ", flags->world, ": a plan is made for at most ", kMostRanks, " ranks; name fewer");
     std::optional<plan::Framework> framework;
@@ -417,6 +472,7 @@ void add_plan(Command app, int& exit_code) {
     if (!flags->layouts.empty()) {
       require(!flags->explain && !flags->longest && !flags->search && !flags->events,
               "--layouts: plans each of them; leave out what stands in place of a plan");
+      require(!flags->pictures.asked() && flags->tokens.empty(), "--layouts: plans each of them, in a line; leave out --report, --trace and --tokens");
       const kernels::Bf16ProductsGuard accelerated(/*native=*/true);
       say_layouts(*flags, device, framework);
       exit_code = 0;
@@ -424,6 +480,7 @@ void add_plan(Command app, int& exit_code) {
     }
     plan::Preset what = planned(*flags, framework);
     Config& config = what.config;
+    check_outputs(*flags, config);
     if (device) limit_to(*device, config);
     const double tokens = flags->tokens.empty() ? 0 : plan::parse_tokens(flags->tokens);
     require(!flags->explain || !flags->longest, "--explain and --longest: each stands in place of the plan; give one");
@@ -461,17 +518,21 @@ void add_plan(Command app, int& exit_code) {
       exit_code = 0;
       return;
     }
-    const auto run = [&] {
+    auto run = [&] {
       ProgressLine line;
       const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
       return plan::dry_run(config, flags->world,
                            {.events = flags->events, .machine = machine, .history = !flags->pictures.report.empty(), .progress = std::ref(line)});
     }();
+    add_remarks(config, run);
     const int64_t steps = tokens > 0 ? plan::steps_for(run, tokens) : is_there(flags->what) ? config.run.steps : 0;  // a preset has no end of its own
     std::optional<plan::WholeRun> all;
     if (steps > 0) all = plan::whole_run(run, steps, device ? device->drawn_w() : std::nullopt);
+    plan::DryRun said = run;
+    if (framework) said.memory_limit = 0;  // what it reserves is held against the limit, in a line of its own
     std::string text =
-        flags->json ? json_of(run, config, device, framework, all).dump(2) + "\n" : plan::to_string(run) + (all ? "\n" + plan::to_string(*all) : "");
+        flags->json ? json_text(json_of(run, config, device, framework, all), 2) + "\n" : plan::to_string(said) + (all ? "\n" + plan::to_string(*all) : "");
+    if (framework && !flags->json) text += framework_text(*framework, config, run);
     if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
     if (flags->pictures.asked()) {
       flags->pictures.write({.config = config, .run = run, .device = device ? &*device : nullptr, .json = json_of(run, config, device, framework, all)});

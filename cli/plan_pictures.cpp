@@ -1,6 +1,5 @@
 #include "cli/plan_pictures.h"
 
-#include "cli/common.h"
 #include "tessera/core/error.h"
 #include "tessera/core/text_file.h"
 #include "tessera/pipeline/schedules/picture.h"
@@ -12,12 +11,8 @@ void PlanPictures::add_options(Command& command) {
   command.add_option("--trace", trace, "Write the step's actions as planned for Perfetto (JSON), as tessera trace does of measured ones").needs("--device");
 }
 
-void PlanPictures::check(const std::string& input, bool has_device) const {
-  if (!report.empty()) check_output_file("--report", report, {input});
-  if (trace.empty()) return;
-  check_output_file("--trace", trace, {input});
-  require(has_device, "--trace = ", trace, ": times are said of a device; add --device NAME");
-  require(trace != report, "--trace = ", trace, ": the same file as --report; name another");
+void PlanPictures::check(bool has_device) const {
+  require(trace.empty() || has_device, "--trace = ", trace, ": times are said of a device; add --device NAME");
 }
 
 void PlanPictures::write(const plan::Reported& reported) const {

@@ -2,6 +2,8 @@
 
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "cli/command_line.h"
 #include "tessera/plan/html_report.h"
@@ -14,8 +16,10 @@ struct PlanPictures {
 
   void add_options(Command& command);
   bool asked() const { return !report.empty() || !trace.empty(); }
-  /// Before anything is computed for them. Throws ConfigError for a file that cannot be written; `input` is what the plan is read from.
-  void check(const std::string& input, bool has_device) const;
+  /// The flags, each with its file.
+  std::vector<std::pair<const char*, std::string>> files() const { return {{"--report", report}, {"--trace", trace}}; }
+  /// Before anything is computed for them. Throws ConfigError.
+  void check(bool has_device) const;
   void write(const plan::Reported& reported) const;
 };
 

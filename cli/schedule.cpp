@@ -2,7 +2,6 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -19,6 +18,7 @@
 #include "tessera/config/schedule_kinds.h"
 #include "tessera/core/columns.h"
 #include "tessera/core/error.h"
+#include "tessera/core/json_text.h"
 #include "tessera/pipeline/schedules/csv.h"
 #include "tessera/pipeline/schedules/lower.h"
 #include "tessera/pipeline/schedules/picture.h"
@@ -62,8 +62,11 @@ schedules::Costs measured_costs(const ScheduleFlags& flags) {
   }
 }
 
+/// A run that was timed, and no numbers.
+bool holds_costs(const std::string& costs) { return costs.find_first_of("-0123456789.") != 0 || std::filesystem::exists(costs); }
+
 schedules::Costs read_costs(const ScheduleFlags& flags) {
-  if (flags.costs.find_first_of("0123456789.") != 0 || std::filesystem::exists(flags.costs)) return measured_costs(flags);
+  if (holds_costs(flags.costs)) return measured_costs(flags);
   const std::string expected = "F,B,W,comm or F,B,W,comm,F&B";
   const auto numbers = read_numbers("--costs", flags.costs, expected);
   require(numbers.size() == 4 || numbers.size() == 5, "--costs = ", flags.costs, ": expected ", expected, ", and there are ", numbers.size(), " numbers");
@@ -141,6 +144,13 @@ std::string text_of(const ScheduleFlags& flags, const Simulated& simulated) {
   return text;
 }
 
+std::string list_json() {
+  auto list = nlohmann::json::array();
+  for (const auto& known : schedules::known_schedules())
+    list.push_back({{"name", known.name}, {"what", known.what}, {"takes", known.domain}, {"bubble", known.bubble}, {"peak", known.peak}});
+  return json_text(list) + "\n";
+}
+
 std::string list_text() {
   std::vector<std::vector<std::string>> rows{{"name", "what", "takes", "bubble", "peak of rank i"}};
   for (const auto& known : schedules::known_schedules()) rows.push_back({known.name, known.what, known.domain, known.bubble, known.peak});
@@ -149,27 +159,18 @@ std::string list_text() {
          "micro-batches\n";
 }
 
-/// Each by itself, and that none takes another's place.
-void check_outputs(const std::vector<std::pair<const char*, std::string>>& outputs, const std::vector<std::string>& inputs) {
-  std::map<std::filesystem::path, const char*> taken;
-  for (const auto& [flag, file] : outputs) {
-    const std::string place = check_output_file(flag, file, inputs);
-    if (place.empty()) continue;
-    const auto [other, free] = taken.emplace(std::filesystem::weakly_canonical(place), flag);
-    require(free, flag, " = ", file, ": is where ", other->second, " is written, too; name another file");
-  }
-}
-
 int show_schedule(const ScheduleFlags& flags) {
   if (flags.list) {
-    std::fputs(list_text().c_str(), stdout);
+    std::fputs((flags.json ? list_json() : list_text()).c_str(), stdout);
     return 0;
   }
-  const std::vector<std::string> inputs = schedules::is_schedule_file(flags.request.name) ? std::vector{flags.request.name} : std::vector<std::string>{};
-  check_outputs({{"--csv", flags.csv}, {"--svg", flags.svg}, {"--trace", flags.trace}}, inputs);
+  std::vector<std::string> inputs;
+  if (schedules::is_schedule_file(flags.request.name)) inputs.push_back(flags.request.name);
+  if (holds_costs(flags.costs)) inputs.push_back(schedules::timeline_file(flags.costs).string());
+  check_output_files({{"--csv", flags.csv}, {"--svg", flags.svg}, {"--trace", flags.trace}}, inputs);
   const auto simulated = simulate(flags);
   std::fputs(
-      (flags.json ? schedules::to_json({.schedule = simulated.schedule, .timeline = simulated.timeline}).dump() + "\n" : text_of(flags, simulated)).c_str(),
+      (flags.json ? json_text(schedules::to_json({.schedule = simulated.schedule, .timeline = simulated.timeline})) + "\n" : text_of(flags, simulated)).c_str(),
       stdout);
   std::fflush(stdout);
   const std::vector<schedules::Drawing> drawings{{.title = title_of(flags, simulated), .schedule = simulated.schedule, .timeline = simulated.timeline}};

@@ -16,6 +16,7 @@
 #include "tessera/config/config.h"
 #include "tessera/core/columns.h"
 #include "tessera/core/error.h"
+#include "tessera/core/json_text.h"
 #include "tessera/pipeline/schedules/picture.h"
 #include "tessera/pipeline/schedules/registry.h"
 #include "tessera/pipeline/schedules/timed.h"
@@ -131,11 +132,10 @@ int show_trace(const TraceFlags& flags) {
   std::vector<std::string> inputs{timeline_file(flags.from).string()};
   if (holds_times(flags.against)) inputs.push_back(timeline_file(flags.against).string());
   if (schedules::is_schedule_file(flags.against)) inputs.push_back(flags.against);
-  check_output_file("--svg", flags.svg, inputs);
-  check_output_file("--trace", flags.trace, inputs);
+  check_output_files({{"--svg", flags.svg}, {"--trace", flags.trace}}, inputs);
   const Compared measured{"measured", schedules::read_timeline(flags.from, flags.step, flags.rank)};
   const Compared other = other_side(flags, measured.timed);
-  std::fputs((flags.json ? compared_json(measured, other).dump() + "\n" : compared_text(measured, other)).c_str(), stdout);
+  std::fputs((flags.json ? json_text(compared_json(measured, other)) + "\n" : compared_text(measured, other)).c_str(), stdout);
   std::fflush(stdout);
   std::vector<schedules::Drawing> drawings;
   for (const Compared* side : {&measured, &other})

@@ -81,8 +81,13 @@ std::optional<DumpRequest> dump_request(const TrainFlags& flags, const Config& c
   require(!folder.empty(), "--dump-dir is empty: name a folder");
   require(step <= config.run.steps, "--dump-step = ", step, ": the run ends at run.steps = ", config.run.steps, "; dump an earlier step");
   std::error_code error;
+  for (const std::string& input : inputs_of(config)) {
+    require(!std::filesystem::equivalent(folder, input, error), "--dump-dir = ", folder, ": is what this command reads (", input, "); name another folder");
+  }
   std::filesystem::create_directories(folder, error);
   require(!error, "--dump-dir = ", folder, ": cannot be made: ", error.message(), "; name a folder that can be written");
+  const std::string problem = problem_of_writing_in(folder);
+  require(problem.empty(), "--dump-dir = ", folder, ": nothing can be written there: ", problem, "; make room there, or name a folder on another disk");
   return DumpRequest{step, folder};
 }
 
@@ -93,13 +98,21 @@ void check_faults(const std::string& flag, int size, int attempt) {
   if (flag.empty() && variable) comm::parse_faults(variable, size, attempt, "TESSERA_INJECT");
 }
 
-// What a run reads by name.
-std::vector<std::string> inputs_of(const TrainFlags& flags, const Config& config) {
-  std::vector<std::string> inputs{flags.file, config.data.tokenizer, config.model.from_hf, config.comm.table};
-  for (const auto* files : {&config.data.files, &config.data.validation_files}) inputs.insert(inputs.end(), files->begin(), files->end());
-  if (is_schedule_file(config.pipeline)) inputs.push_back(config.pipeline.schedule);
-  if (!config.pipeline.costs_from.empty()) inputs.insert(inputs.end(), {config.pipeline.costs_from, config.pipeline.costs_from + "/timeline.jsonl"});
+std::vector<std::string> inputs_of_run(const TrainFlags& flags, const Config& config) {
+  std::vector<std::string> inputs = inputs_of(config);
+  inputs.push_back(flags.file);
   return inputs;
+}
+
+// The picture takes no other file's place: what the command reads, or what the run writes besides.
+void check_memory_report(const TrainFlags& flags, const Config& config) {
+  const std::string place = check_output_file("--memory-report", flags.memory_report_file, inputs_of_run(flags, config));
+  if (place.empty()) return;
+  const auto canonical = std::filesystem::weakly_canonical(place), log_dir = std::filesystem::weakly_canonical(config.log.dir);
+  for (const char* const written : {"config.toml", "metrics.jsonl", "validation.jsonl", "timeline.jsonl", "expert_load.svg"}) {
+    require(canonical != log_dir / written, "--memory-report = ", flags.memory_report_file, ": is where the run writes its own ", written,
+            " (log.dir); name another file");
+  }
 }
 
 // Links in a loop and names that are too long, before anything in it is asked for.
@@ -297,7 +310,7 @@ int train(const TrainFlags& flags) {
   const bool asynchronous = updates_within_steps(config, size_along(mesh_shape(config.mesh, config.zero.stage, size), mesh_roles(config).stages));
   require(!dump || !asynchronous, "--dump-step = ", dump ? dump->step : 0, ": with pipeline.schedule = ", config.pipeline.schedule,
           " a step has many updates, each with gradients of its own; leave it out, or set pipeline.schedule = 1f1b");
-  check_output_file("--memory-report", flags.memory_report_file, inputs_of(flags, config));
+  check_memory_report(flags, config);
   check_log_dir(flags, config);
   if (comm::read_environment().rank == 0) MetricsFile::check_free(config.log.dir, std::chrono::seconds(2));
   check_reached("checkpoint.dir", config.checkpoint.dir);

@@ -1,11 +1,24 @@
 #include "cli/bench/bench.h"
 
+#include <functional>
 #include <memory>
 
 #include "cli/commands.h"
+#include "tessera/core/error.h"
 
 namespace tessera::cli {
 namespace {
+
+/// Time or calls, and what refuses both at once, and none. Copies that answer in --rows are given both.
+std::function<void()> add_limits(Command& command, BenchFlags& flags, const std::string& about_iterations) {
+  const Option seconds = command.add_option("--seconds", flags.seconds, "Time to measure each case").shows_default();
+  const Option iterations = command.add_option("--iterations", flags.iterations, about_iterations);
+  return [&flags, seconds, iterations] {
+    if (!iterations.given()) return;
+    require(flags.iterations != 0, "--iterations = 0: measures nothing; give 1 or more, or leave it out to measure by --seconds");
+    require(!seconds.given() || !flags.rows.empty(), "--iterations = ", flags.iterations, ": stands in place of --seconds; give one of them");
+  };
+}
 
 void add_comm(Command bench, int& exit_code) {
   auto flags = std::make_shared<BenchCommFlags>();
@@ -19,13 +32,15 @@ void add_comm(Command bench, int& exit_code) {
   command.add_option("--buffer", flags->buffers, "plain, or shared: memory in which the backend can reduce in place").shows_default();
   command.add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
   command.add_option("--device", flags->device, "Where tensors lie: auto, cpu, cuda or cuda:N (run.device)").shows_default();
-  command.add_option("--seconds", flags->seconds, "Time to measure each case").shows_default();
-  command.add_option("--iterations", flags->iterations, "Calls to measure of each case, instead of --seconds");
+  const auto check_limits = add_limits(command, *flags, "Calls to measure of each case, instead of --seconds");
   command.add_option("--table", flags->table, "Write the fastest algorithm by operation and size, for comm.table");
   command.add_option("--svg", flags->svg, "Draw time and bus bandwidth over bytes");
   command.add_option("--rows", flags->rows).hidden();  // hidden: how copies answer
   command.add_flag("--json", flags->json, "Print JSON, a row a line");
-  command.when_chosen([flags, &exit_code] { exit_code = bench_comm(*flags); });
+  command.when_chosen([flags, check_limits, &exit_code] {
+    check_limits();
+    exit_code = bench_comm(*flags);
+  });
 }
 
 void add_tp(Command bench, int& exit_code) {
@@ -41,12 +56,14 @@ void add_tp(Command bench, int& exit_code) {
   command.add_option("--nproc", flags->nproc, "Ranks that the layer is cut over, started on this machine (default 2)");
   command.add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
   command.add_option("--device", flags->device, "Where tensors lie: auto, cpu, cuda or cuda:N (run.device)").shows_default();
-  command.add_option("--seconds", flags->seconds, "Time to measure each case").shows_default();
-  command.add_option("--iterations", flags->iterations, "Passes to measure of each case, instead of --seconds");
+  const auto check_limits = add_limits(command, *flags, "Passes to measure of each case, instead of --seconds");
   command.add_option("--svg,--out", flags->svg, "Draw counts and times over the hidden size, beside the square-cube law");
   command.add_option("--rows", flags->rows).hidden();  // hidden: how copies answer
   command.add_flag("--json", flags->json, "Print JSON, a row a line");
-  command.when_chosen([flags, &exit_code] { exit_code = bench_tp(*flags); });
+  command.when_chosen([flags, check_limits, &exit_code] {
+    check_limits();
+    exit_code = bench_tp(*flags);
+  });
 }
 
 void add_pp(Command bench, int& exit_code) {
@@ -63,12 +80,14 @@ void add_pp(Command bench, int& exit_code) {
   command.add_option("--nproc", flags->nproc, "Ranks of the pipeline, started on this machine (default 2)");
   command.add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
   command.add_option("--device", flags->device, "Where tensors lie: auto, cpu, cuda or cuda:N (run.device)").shows_default();
-  command.add_option("--seconds", flags->seconds, "Time to measure each case").shows_default();
-  command.add_option("--iterations", flags->iterations, "Steps to measure of each case, instead of --seconds");
+  const auto check_limits = add_limits(command, *flags, "Steps to measure of each case, instead of --seconds");
   command.add_option("--svg,--out", flags->svg, "Draw bubble and time over micro-batches, and the boundary beside the square-cube law");
   command.add_option("--rows", flags->rows).hidden();  // hidden: how copies answer
   command.add_flag("--json", flags->json, "Print JSON, a row a line");
-  command.when_chosen([flags, &exit_code] { exit_code = bench_pp(*flags); });
+  command.when_chosen([flags, check_limits, &exit_code] {
+    check_limits();
+    exit_code = bench_pp(*flags);
+  });
 }
 
 void add_cp(Command bench, int& exit_code) {
@@ -86,12 +105,14 @@ void add_cp(Command bench, int& exit_code) {
   command.add_option("--nproc", flags->nproc, "Ranks that the sequence is cut over, started on this machine (default 2)");
   command.add_option("--interface", flags->interface, "Network interface, host or address (comm.interface)");
   command.add_option("--device", flags->device, "Where tensors lie: auto, cpu, cuda or cuda:N (run.device)").shows_default();
-  command.add_option("--seconds", flags->seconds, "Time to measure each case").shows_default();
-  command.add_option("--iterations", flags->iterations, "Rounds to measure, instead of --seconds");
+  const auto check_limits = add_limits(command, *flags, "Rounds to measure, instead of --seconds");
   command.add_option("--svg,--out", flags->svg, "Draw time over the length");
   command.add_option("--rows", flags->rows).hidden();  // hidden: how copies answer
   command.add_flag("--json", flags->json, "Print JSON, a row a line");
-  command.when_chosen([flags, &exit_code] { exit_code = bench_cp(*flags); });
+  command.when_chosen([flags, check_limits, &exit_code] {
+    check_limits();
+    exit_code = bench_cp(*flags);
+  });
 }
 
 void add_device(Command bench, int& exit_code) {
@@ -100,10 +121,12 @@ void add_device(Command bench, int& exit_code) {
   auto command = bench.add_command("device", "Measure this CPU as a device, for tessera plan --device: products, memory, attention, operators, all-reduces");
   command.add_option("--nproc", flags->nproc, "Ranks to time all-reduces with (default 2); 1: none");
   command.add_option("--threads", flags->threads, "Threads of a rank (default: as many as there are)");
-  command.add_option("--seconds", flags->seconds, "Time to measure each case").shows_default();
-  command.add_option("--iterations", flags->iterations, "Calls to measure of each case, instead of --seconds");
+  const auto check_limits = add_limits(command, *flags, "Calls to measure of each case, instead of --seconds");
   command.add_option("-o,--output", flags->output, "Where the device's file goes (TOML)");
-  command.when_chosen([flags, &exit_code] { exit_code = bench_device(*flags); });
+  command.when_chosen([flags, check_limits, &exit_code] {
+    check_limits();
+    exit_code = bench_device(*flags);
+  });
 }
 
 }  // namespace

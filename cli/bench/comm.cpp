@@ -18,6 +18,7 @@
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
 
 namespace tessera::cli {
@@ -108,8 +109,7 @@ Sweep read_sweep(const BenchCommFlags& flags) {
   require_known("--buffer", flags.buffers, {"plain", "shared"});
   sweep.buffers = flags.buffers == "shared" ? Buffers::Shared : Buffers::Plain;
   check_limits(flags.seconds, flags.iterations);
-  check_output_file("--table", flags.table);
-  check_output_file("--svg", flags.svg);
+  check_output_files({{"--table", flags.table}, {"--svg", flags.svg}});
   sweep.limits = {.seconds = flags.seconds, .iterations = flags.iterations};
   sweep.nproc = bench_ranks(flags.nproc);
   const bool on_host = device_for(flags.device, sweep.nproc, "--device").is_cpu();
@@ -124,7 +124,7 @@ Sweep read_sweep(const BenchCommFlags& flags) {
 
 std::string lines_of(const std::vector<Row>& rows) {
   std::string lines;
-  for (const Row& row : rows) lines += nlohmann::json(row).dump() + "\n";
+  for (const Row& row : rows) lines += json_text(nlohmann::json(row)) + "\n";
   return lines;
 }
 

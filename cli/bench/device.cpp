@@ -17,6 +17,7 @@
 
 #include "cli/bench/bench.h"
 #include "cli/bench/rows.h"
+#include "cli/common.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/host_name.h"
@@ -110,9 +111,10 @@ namespace tessera::cli {
 int bench_device(const BenchDeviceFlags& flags) {
   check_limits(flags.seconds, flags.iterations);
   require(flags.threads >= 0 && flags.threads <= 4096, "--threads = ", flags.threads, ": expected 1 to 4096, or 0 for as many as there are");
+  const int ranks = flags.nproc == 1 ? 1 : bench_ranks(flags.nproc);  // one has no links
+  check_output_file("--output", flags.output);
   if (flags.threads > 0) at::set_num_threads(flags.threads);
   plan::Device device = bench::measure_device({.seconds = flags.seconds, .iterations = flags.iterations});
-  const int ranks = flags.nproc == 1 ? 1 : bench_ranks(flags.nproc);  // one has no links
   device.devices_per_node = ranks;
   if (ranks > 1) {
     std::vector<std::string> lines;

@@ -154,6 +154,7 @@ class Look {
     if (self_.record.round < round_.number && !self_.interrupted) return {.act = Act::Start};
     Round proposal = round_;
     proposal.phase = Phase::Stopping;
+    proposal.last_lines.clear();  // of the attempt before this one, shown as this one began
     if (self_.interrupted) return propose(interrupted(std::move(proposal)));
     if (self_.failed) {
       proposal.cause = Cause::Failure;

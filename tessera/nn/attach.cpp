@@ -189,7 +189,7 @@ std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules_
   if (matched.empty()) {
     const auto paths = root.named_modules(/*name_prefix=*/"", /*include_self=*/false).keys();
     const std::string near = nearest(pattern, paths);
-    require(false, "no module matches '", pattern, "' in ", root.name(), near.empty() ? "" : "; the nearest path is '" + near + "'",
+    require(false, "no module matches '", pattern, "'", near.empty() ? "" : "; the nearest path is '" + near + "'",
             paths.empty() ? "; it has no modules inside" : "");
   }
   return matched;

@@ -344,8 +344,8 @@ nlohmann::json to_json(const EffectiveBatch& batch) {
 
 std::string to_string(const EffectiveBatch& batch) {
   const bool even = batch.per_rank * batch.data_ranks * batch.accumulation == batch.global;
-  return fmt::format("a step: {} sequences, {} a rank x {} data rank{} x {} micro-batch{}{}\n", batch.global, batch.per_rank, batch.data_ranks,
-                     batch.data_ranks == 1 ? "" : "s", batch.accumulation, batch.accumulation == 1 ? "" : "es",
+  return fmt::format("a step: {} sequence{}, {} a rank x {} data rank{} x {} micro-batch{}{}\n", batch.global, batch.global == 1 ? "" : "s", batch.per_rank,
+                     batch.data_ranks, batch.data_ranks == 1 ? "" : "s", batch.accumulation, batch.accumulation == 1 ? "" : "es",
                      even ? "" : ", some of them empty on the ranks that have fewer");
 }
 

@@ -330,9 +330,9 @@ nlohmann::json to_json(const LayoutSearch& search) {
 }
 
 std::string to_string(const LayoutSearch& search, size_t rows) {
-  std::string out = fmt::format("{} layouts of {} ranks, {} of them too large by their state alone; {} run dry in {}{}\n", search.possible, search.world,
-                                search.too_large, search.ranked.size(), format_duration(search.seconds),
-                                search.complete ? "" : ", and more would have been looked at with more patience (--patience)");
+  std::string out = fmt::format("{} layout{} of {} rank{}, {} of them too large by their state alone; {} run dry in {}{}\n", search.possible,
+                                search.possible == 1 ? "" : "s", search.world, search.world == 1 ? "" : "s", search.too_large, search.ranked.size(),
+                                format_duration(search.seconds), search.complete ? "" : ", and more would have been looked at with more patience (--patience)");
   const Tried* best = search.best();
   if (search.possible == 0) {
     return fmt::format(

@@ -18,12 +18,15 @@
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/quantize/quantize.h"
+#include "tessera/train/recompute_blocks.h"
 
 namespace tessera {
 
 Attachment add_adapters(const Config& config, LanguageModel& model) {
   if (config.lora.modules.empty()) return {};
-  return lora::attach(model, {.modules = patterns_in(config.lora.modules),
+  const auto patterns = patterns_in(config.lora.modules);
+  for (const std::string& pattern : patterns) check_pattern("lora.modules", model, pattern);
+  return lora::attach(model, {.modules = patterns,
                               .rank = config.lora.rank,
                               .alpha = config.lora.alpha,
                               .dropout = config.lora.dropout,
@@ -94,7 +97,9 @@ void quantize_frozen(const Config& config, torch::nn::Module& root, at::Device d
 std::vector<std::string> quantized_weights(const Config& config) {
   if (config.quantize.modules.empty()) return {};
   const auto whole = on_meta([&] { return make_model(config.model); });
-  return quantize::weights_named(*whole, patterns_in(config.quantize.modules));
+  const auto patterns = patterns_in(config.quantize.modules);
+  for (const std::string& pattern : patterns) check_pattern("quantize.modules", *whole, pattern);
+  return quantize::weights_named(*whole, patterns);
 }
 
 std::function<at::Tensor(const std::string& name)> quantized_weight_maker(const Config& config) {

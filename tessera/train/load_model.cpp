@@ -108,6 +108,7 @@ FoundModel find_model(const ModelSource& source, const std::vector<std::string>&
   found.config.model = checkpoint::read_hugging_face_config(found.config);
   resolve(found.config);
   validate_reading(found.config);
+  (void)quantized_weights(found.config);  // or a refusal
   return found;
 }
 

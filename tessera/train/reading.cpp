@@ -39,8 +39,14 @@ Settings reading_settings(const FoundModel& model, const data::Tokenizer& tokeni
 }
 
 std::vector<std::string> reading_remarks(const FoundModel& model, const std::vector<std::string>& sets) {
-  const auto idle = settings_without_effect_on_reading(model.config, sets);
-  if (!model.checkpoint) return idle;
+  auto idle = settings_without_effect_on_reading(model.config, sets);
+  if (!model.checkpoint) {
+    const LoraConfig& lora = model.config.lora;
+    if (!lora.modules.empty() && lora.from_peft.empty())
+      idle.push_back(
+          detail::concat("lora.modules = ", lora.modules, ": has no effect on a model of --from-hf, which brings no adapters; name theirs by lora.from_peft"));
+    return idle;
+  }
   if (!idle.empty()) {  // of a run of one rank, as its layout is not the reader's
     Config run = model.config;
     run.mesh = {};

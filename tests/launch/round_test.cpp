@@ -223,6 +223,19 @@ TEST(Round, EndsWellWhenAllRanksDo) {
   }
 }
 
+TEST(Round, LastLinesOfAnAttemptAreShownOnce) {
+  Job job(1, {.min_nodes = 1, .max_nodes = 1, .max_restarts = 1});
+  job.pass(1);
+  Job::fail(job[0], {0, status_of_exit(7), "", "last words"});
+  job.pass(1);
+  EXPECT_EQ(job.round().last_lines, "last lines of rank 0:\nlast words");
+  Job::finish(job[0]);
+  job.pass(1);
+  ASSERT_TRUE(job[0].left);
+  EXPECT_EQ(job[0].left->exit_code, 0);
+  EXPECT_EQ(job.round().last_lines, "");
+}
+
 TEST(Round, RestartsAfterAFailureUntilNoneIsLeft) {
   Job job(2, {.min_nodes = 2, .max_nodes = 2, .max_restarts = 1});
   job.pass(1);

@@ -151,6 +151,7 @@ TEST_F(Fit, PlanSaysWhetherItFits) {
   EXPECT_FALSE(plan::to_json(does_not).at("fits").get<bool>());
   EXPECT_THAT(plan::to_string(does_not), HasSubstr("does not fit run.memory_limit_bytes"));
   EXPECT_FALSE(plan::to_json(plan::dry_run(config("llama"), 1)).contains("fits"));
+  EXPECT_THAT(plan::to_string(plan::dry_run(config("llama", {"batch.global_size=1", "batch.micro_size=1"}), 1)), HasSubstr("a step: 1 sequence, "));
 }
 
 TEST_F(Fit, AnOutOfMemoryIsExplained) {

@@ -219,6 +219,11 @@ TEST_F(SearchTest, SaysWhereNothingCanBeDealt) {
   EXPECT_THAT(to_string(none), HasSubstr("each data rank needs a sequence of its own"));
 }
 
+TEST_F(SearchTest, CountsInWords) {
+  EXPECT_THAT(plan::to_string(plan::LayoutSearch{.world = 1, .possible = 1}), HasSubstr("1 layout of 1 rank, "));
+  EXPECT_THAT(plan::to_string(plan::LayoutSearch{.world = 2, .possible = 9}), HasSubstr("9 layouts of 2 ranks, "));
+}
+
 TEST_F(SearchTest, NeedsALimit) {
   Config config = small();
   config.run.memory_limit_bytes = 0;

@@ -1,11 +1,12 @@
 """Every refusal is one line that names the knob, its value and the way out; exit 2; nothing is overwritten."""
 
+import json
 import os
 import shutil
 import subprocess
 import unittest
 
-from support import SystemTest, TESSERA, english, environment, run
+from support import SOURCE, SystemTest, TESSERA, english, environment, run
 
 
 class BadInput(SystemTest):
@@ -188,6 +189,104 @@ class BadInput(SystemTest):
         self.assertIn("would be overwritten", self.refusal(run("train", own, f"--memory-report={self.folder / 'text.txt'}")))
         self.assertEqual(own.read_bytes(), before)
 
+    def files_of_a_plan(self):
+        """A configuration that names a schedule's file, a device's and a framework's."""
+        table = self.folder / "mine.csv"
+        self.assertEqual(run("schedule", "1f1b", "--stages", 2, "--micro-batches", 4, "--csv", table).returncode, 0)
+        files = {"schedule": table}
+        for kind, source in (("device", "hardware/h100.toml"), ("framework", "frameworks/torchtitan.toml")):
+            files[kind] = self.folder / f"{kind}.toml"
+            shutil.copyfile(SOURCE / "tessera" / "plan" / source, files[kind])
+        return files
+
+    def test_a_plan_overwrites_nothing_that_it_reads(self):
+        files = self.files_of_a_plan()
+        sets = ("--set", "mesh.pp=2", "--set", f"pipeline.schedule={files['schedule']}", "--world", 2)
+        read = [self.recipe, self.folder / "text.txt", *files.values()]
+        before = [path.read_bytes() for path in read]
+        device = ("--device", files["device"])
+        for path in read:
+            for flags in (("--report",), ("--trace",), ("--search", "-o"), ("--curve", "memory", "--svg")):
+                framework = () if flags[0] in ("--search", "--curve") else ("--framework", files["framework"])
+                if framework or path != files["framework"]:
+                    with self.subTest(path=path.name, flags=flags):
+                        self.assertIn(f"= {path}: is what this command reads", self.refusal(run("plan", self.recipe, *sets, *device, *framework, *flags, path)))
+        self.assertEqual([path.read_bytes() for path in read], before)
+        one = self.folder / "one.html"
+        self.assertIn("is where --report is written, too", self.refusal(run("plan", self.recipe, *device, "--search", "--report", one, "-o", one)))
+        self.assertFalse(one.exists())
+
+    def test_no_other_command_overwrites_what_it_reads_or_writes_besides(self):
+        log, picture = self.folder / "log", self.folder / "picture"
+        log.mkdir()
+        (log / "timeline.jsonl").write_text("{}\n")
+        timed = ("1f1b", "--stages", 2, "--micro-batches", 4, "--costs", log)
+        self.assertIn("is what this command reads", self.refusal(run("schedule", *timed, "--svg", log / "timeline.jsonl")))
+        self.assertIn("is where --svg is written, too", self.refusal(run("trace", log, "--svg", picture, "--trace", picture)))
+        self.assertIn("is where --table is written, too", self.refusal(run("bench", "comm", "--table", picture, "--svg", picture)))
+        self.assertIn("its own config.toml", self.refusal(run("train", self.recipe, "--set", f"log.dir={log}", f"--memory-report={log / 'config.toml'}")))
+        ckpt = self.folder / "ckpt"
+        self.train("saved", sets=[f"checkpoint.dir={ckpt}", "run.steps=3"])
+        done = run("convert", ckpt, ckpt / "step-00000003" / "out", "--to", "hf")
+        self.assertIn("lies in the checkpoint", self.refusal(done))
+        self.assertEqual(run("convert", ckpt, self.folder / "hf", "--to", "hf").returncode, 0)
+        plain = self.recipe.read_text().split("[data]")
+        self.recipe.write_text(f"[model]\nfrom_hf = '{self.folder / 'hf'}'\n[data]" + plain[1])
+        done = run("train", self.recipe, "--dump-step", 1, "--dump-dir", self.folder / "hf")
+        self.assertIn("--dump-dir = ", self.refusal(done))
+        self.assertIn("is what this command reads", done.stderr)
+
+    def test_names_that_are_no_text_end_no_json(self):
+        files = self.files_of_a_plan()
+        for kind, path in files.items():
+            files[kind] = path.rename(path.with_name(f"{kind}\udcff{path.suffix}"))
+        recipe = self.folder / "run\udcff.toml"
+        shutil.copyfile(self.recipe, recipe)
+        layouts, page = self.folder / "layouts.jsonl", self.folder / "page.html"
+        layouts.write_text('{"world": 1}\n')
+        plan, device = ("plan", self.recipe), ("--device", files["device"])
+        for command in ((*plan, *device, "--json"), (*plan, *device, "--layouts", layouts), (*plan, "--framework", files["framework"], "--json"),
+                        ("plan", recipe, "--json"), ("plan", recipe, "--explain", "--json"), ("schedule", files["schedule"], "--json")):
+            with self.subTest(command=[ascii(str(word)) for word in command[1:]]):
+                done = run(*command)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                json.loads(done.stdout)
+        self.assertEqual(run(*plan, *device, "--report", page).returncode, 0)
+        self.assertEqual(run("schedule", files["schedule"], "--json", "--trace", page).returncode, 0)
+        json.loads(page.read_text())
+
+    def test_a_plan_says_what_train_would_refuse(self):
+        for setting in ("optim.groups=nosuch: lr=1", "quantize.modules=nosuch"):
+            done = run("plan", self.recipe, "--set", setting, "--set", "lora.modules=layers.**")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertRegex(done.stdout, "train would refuse this: " + setting.split("=")[0] + ".*'nosuch'")
+
+    def test_lines_of_layouts_and_what_they_leave_out(self):
+        layouts = self.folder / "layouts.jsonl"
+        for line, said in (('{"world": 2, "sets": []}', 'line 1 has "sets", which is none of'), ('{"all_reduce": 8, "set": []}', "beside set")):
+            layouts.write_text(line + "\n")
+            self.assertIn(said, self.refusal(run("plan", self.recipe, "--layouts", layouts)))
+        layouts.write_text('{"world": 8, "all_reduce": 9223372036854775807}\n{"world": 1048576, "all_reduce": 1000000000000000}\n')
+        done = run("plan", self.recipe, "--device", "h100", "--layouts", layouts)
+        beyond, most = map(json.loads, done.stdout.splitlines())
+        self.assertIn("all_reduce = 9223372036854775807", beyond["refused"])
+        self.assertGreater(most["seconds"], 1000)
+        for flags in (("--report", self.folder / "r.html"), ("--tokens", "1T"), ("--world", 4)):
+            self.assertIn(flags[0], self.refusal(run("plan", self.recipe, "--device", "h100", "--layouts", layouts, *flags)))
+        self.assertIn("--events", self.refusal(run("plan", self.recipe, "--json", "--events", "--explain")))
+
+    def test_what_a_framework_holds_is_held_against_the_device(self):
+        said = {}
+        for limit in (10**7, 10**10):
+            flags = ("plan", self.recipe, "--framework", "megatron-lm", "--set", f"run.memory_limit_bytes={limit}")
+            answer = json.loads(run(*flags, "--json").stdout)
+            said[limit] = answer["fits"]
+            self.assertEqual(answer["fits"], answer["reserved_bytes"] + answer["context_bytes"] <= limit)
+            text = run(*flags).stdout
+            self.assertRegex(text, "framework .* reserved and .* of contexts")
+            self.assertEqual("do not fit" in text, not answer["fits"])
+        self.assertEqual(said, {10**7: False, 10**10: True})
+
     def test_a_configuration_is_a_file(self):
         pipe = self.folder / "pipe.toml"
         os.mkfifo(pipe)
@@ -246,6 +345,16 @@ class BadInput(SystemTest):
         self.assertIn("--nproc = 99999999999: is no value", self.refusal(run("train", self.recipe, "--nproc", 99999999999)))
         self.assertIn("--seed = -1: it must be at least 0", self.refusal(run("generate", "--checkpoint", self.folder, "--prompt", "a", "--seed", -1)))
         self.assertIn("--nproc-per-node = 1000000000", self.refusal(run("run", "--nproc-per-node", 10**9, "true")))
+
+    def test_flags_that_nothing_would_look_at(self):
+        both = run("inspect", self.folder, "device")
+        self.assertIn("is not looked at beside", self.refusal(both))
+        self.assertEqual(both.stdout, "")
+        generate = ("generate", "--checkpoint", self.folder, "--prompt", "a")
+        self.assertIn("--temperature = inf", self.refusal(run(*generate, "--temperature", "inf")))
+        self.assertIn("seed beyond 64 bits", self.refusal(run(*generate, "--seed", 2**63 - 1, "--samples", 2)))
+        for flags in (("-o", self.folder / "none" / "x.toml"), ("--nproc", 0)):
+            self.assertIn(flags[0].replace("-o", "--output"), self.refusal(run("bench", "device", "--seconds", 30, *flags)))
 
     def test_the_last_line_says_what_is_wrong_with_the_flags(self):
         self.assertIn("--prompt is required", self.refusal(run("generate", "--checkpoint", self.folder)))

@@ -80,6 +80,8 @@ class BenchComm(SystemTest):
             (("--buffer", "mine"), ("--buffer", "shared")),
             (("--seconds", "0"), ("--seconds",)),
             (("--iterations", "-1"), ("--iterations",)),
+            (("--iterations", "0"), ("--iterations = 0",)),
+            (("--iterations", "1", "--seconds", "1"), ("stands in place of --seconds",)),
         ):
             done = run("bench", "comm", *flags)
             last = self.refusal(done)

@@ -157,6 +157,7 @@ class Plan(SystemTest):
         none = run(*searched, "--set", "run.memory_limit_bytes=4096")
         self.assertEqual(none.returncode, 1, none.stderr)
         self.assertIn("none fits", none.stdout)
+        self.assertIn("--search: no layout was found that fits", none.stderr)
         for flags, words in (
             (("--batch", 0), "--batch = 0"),
             (("--batch", 4, "--max-batch", 8), "give one"),

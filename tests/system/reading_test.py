@@ -60,6 +60,17 @@ class Reading(SystemTest):
         text = run("eval", *source, "--file", self.folder / "held_out.txt", "--seq-len", 32)
         self.assertEqual([text.returncode, text.stdout], [2, ""])
 
+    def test_patterns_and_copies_in_vain_are_not_passed_over(self):
+        exported = self.folder / "hf"
+        self.assertEqual(run("convert", self.saved(), exported, "--to", "hf").returncode, 0)
+        source = ("--from-hf", exported, "--tokenizer", "byte", "--set")
+        generate = ("generate", "--prompt", "a", "--max-tokens", 1, *source)
+        for done in (self.eval(*source, "quantize.modules=nosuch"), run(*generate, "quantize.modules=nosuch")):
+            self.assertIn("quantize.modules = 'nosuch': no module matches", self.refusal(done))
+        done = run(*generate, "lora.modules=layers.**")
+        self.assertEqual([done.returncode, done.stderr.count("lora.modules = layers.**: has no effect")], [0, 1], done.stderr)
+        self.assertIn("so many copies of the model would share", self.refusal(self.eval(*source[:-1], "--nproc", 100000)))
+
     def test_a_validation_loss_that_is_no_number_is_said_to_be_none(self):
         """The held-out text has a byte that the training text lacks, and the embedding of that byte is damaged."""
         exported = self.folder / "hf"

@@ -45,6 +45,8 @@ class Schedule(SystemTest):
         listed = run("schedule", "--list").stdout
         for name in ("naive", "gpipe", "1f1b", "pipedream", "pipedream_2bw", "interleaved", "breadth_first", "zb_h1", "zb_v", "dualpipev"):
             self.assertRegex(listed, rf"(?m)^{name} ")
+        rows = json.loads(run("schedule", "--list", "--json").stdout)
+        self.assertEqual([row["name"] for row in rows], [line.split()[0] for line in listed.splitlines()[1 : len(rows) + 1]])
 
     def test_files_are_written_and_read_again(self):
         table, picture, trace = self.folder / "s.csv", self.folder / "s.svg", self.folder / "s.json"
@@ -75,6 +77,7 @@ class Schedule(SystemTest):
             (("1f1b", *sizes, "--costs", "1,one,1,0"), ("--costs = 1,one,1,0",)),
             (("1f1b", *sizes, "--costs", "0,1,1,0"), ("more than 0",)),
             (("1f1b", *sizes, "--costs", "1,1,-1,0"), ("--costs = 1,1,-1,0", "0 or numbers from")),
+            (("1f1b", *sizes, "--costs", "-1,1,1,0"), ("--costs = -1,1,1,0", "0 or numbers from")),
             (("1f1b", *sizes, "--costs", "1,1,nan,0"), ("--costs = 1,1,nan,0",)),
             (("zb_2p", *sizes, "--kept", "2"), ("kept = 2", "at most 1")),
             (("1f1b", *sizes, "--per-rank", "1,2"), ("--per-rank = 1,2", "give 4")),

@@ -11,8 +11,8 @@
 #include "tessera/zero/sharded_data_parallel.h"
 #include "tests/nn/collect.h"
 #include "tests/nn/net.h"
-#include "tests/train/fixture.h"
 #include "tests/test_device.h"
+#include "tests/train/fixture.h"
 
 namespace tessera {
 namespace {
@@ -212,6 +212,11 @@ TEST_F(FullSharding, RefusesPatternsAndUnitsBeforeThereAreRanks) {
   check_modules(few("llama", {"run.memory_limit_bytes=30000"}));
   const std::string group = refused({"optim.groups=[\"layers.*.atention: lr_factor = 2\"]"});
   EXPECT_NE(group.find("'layers.*.atention' matches no module and no parameter; the nearest path is 'layers.0.attention'"), std::string::npos) << group;
+  const std::string adapted = refused({"lora.modules=nosuch"});
+  EXPECT_NE(adapted.find("lora.modules = 'nosuch': no module matches 'nosuch'"), std::string::npos) << adapted;
+  EXPECT_EQ(adapted.find("Impl"), std::string::npos) << adapted;
+  const std::string frozen = refused({"lora.modules=layers.**", "quantize.modules=layers.*.attention.*, nosuch"});
+  EXPECT_NE(frozen.find("quantize.modules = 'nosuch': no module matches 'nosuch'"), std::string::npos) << frozen;
   const std::string again = refused({"recompute.mode=full", "recompute.modules=blocks.*"});
   EXPECT_NE(again.find("recompute.modules = 'blocks.*': no module matches 'blocks.*'"), std::string::npos) << again;
 }

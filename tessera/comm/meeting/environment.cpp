@@ -114,6 +114,7 @@ void check_agreement(const Variables& variables, const Environment& environment,
 
 bool in_openmpi(const Variables& variables) { return variables.has("OMPI_COMM_WORLD_RANK") || variables.has("OMPI_COMM_WORLD_SIZE"); }
 bool in_pmi(const Variables& variables) { return variables.has("PMI_RANK") && variables.has("PMI_SIZE"); }
+bool in_half_of_pmi(const Variables& variables) { return variables.has("PMI_RANK") != variables.has("PMI_SIZE"); }
 
 // srun sets SLURM_STEP_*; a batch script has SLURM_PROCID = 0 without them, or with the id of a step of Slurm's own: the highest numbers there are.
 bool in_step(const Variables& variables) {
@@ -201,6 +202,7 @@ Environment read_environment(const Lookup& lookup) {
     return read_mpirun(variables, {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"});
   }
   if (step) return read_srun(variables);
+  if (in_half_of_pmi(variables)) return read_mpirun(variables, {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"});  // or rather a refusal
   for (const auto* name : {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}) {
     if (variables.has(name)) return read_torchrun(variables);
   }

@@ -175,6 +175,7 @@ TEST(Variables, OfTorchThatAScriptExportsMustAgree) {
   EXPECT_EQ(refusal(with(kMpirun, {{"WORLD_SIZE", "8"}})),
             "WORLD_SIZE = \"8\" contradicts mpirun, which says 4; unset it, or set RANK as well to be launched by torchrun's variables");
   EXPECT_THAT(refusal(with(kSrun, {{"LOCAL_RANK", "0"}})), HasSubstr("LOCAL_RANK = \"0\" contradicts srun, which says 1"));
+  EXPECT_THAT(refusal(Table{{"PMI_RANK", "0"}}), HasSubstr("PMI_SIZE is not set while other variables of mpirun are"));
   EXPECT_THAT(refusal(Table{{"WORLD_SIZE", "8"}}), HasSubstr("RANK is not set while other variables of a launcher are"));
 }
 
