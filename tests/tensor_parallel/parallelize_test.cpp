@@ -230,7 +230,7 @@ TEST(TensorParallel, AnotherDtypeAfterTheCutIsRefusedAtTheNextForward) {
     for (const bool norms_alone : {false, true}) {
       TokenNet net = on_meta([] { return TokenNet(); });
       const auto tensor = parallelize_module(net, world.group(), token_net_plan(/*sequence=*/true));
-      materialize(net, 7);
+      materialize(net, 7, testing_support::test_device());
       const Sample batch = sample(3, 8, 29);
       net(batch.tokens, batch.labels);
       norms_alone ? net->norm->to(at::kDouble) : net->to(at::kDouble);
