@@ -3,6 +3,7 @@
 #include <csignal>
 
 #include "tessera/checkpoint/peft.h"
+#include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
 #include "tests/train/resume_fixture.h"
 
@@ -306,6 +307,9 @@ TEST_F(CutPlans, WhatTensorParallelRanksHoldAlikeStaysOneUnderPowerSgd) {
     Stepper stepper(made, mesh, at::kCPU, scope);
     data::Loader loader(text, loader_options(made, mesh));
     for (int step = 1; step <= 30; ++step) stepper.step(loader.next());
+    for (const auto& held : hook_tensors(hook_shares(stepper.run()), mesh[mesh_roles(made).batch])) {
+      EXPECT_THAT(held.slice.name, Not(HasSubstr("embed_positions"))) << "nothing is owed of it";
+    }
     if (mesh["dp_replicate"].rank() > 0) return;
     for (const auto& parameter : stepper.run().updated) {
       const Slice slice = nn::slice_of(parameter.tensor);
