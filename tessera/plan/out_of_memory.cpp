@@ -87,7 +87,8 @@ OutOfMemoryReport explain(const Config& config, const OutOfMemory& failure) {
   std::string tables =
       fmt::format("the memory of rank {} when it ran out\n{}", failure.rank, category_table({{"in use", refusal.in_use}, {"predicted peak", search.now.peak}}));
   if (refusal.largest.empty()) {
-    tables += "the largest tensors at the peak of a dry run of the same step\n" + block_table(largest_class(dry_run(config, failure.world, {.largest = true})).largest);
+    tables += "the largest tensors at the peak of a dry run of the same step\n" +
+              block_table(largest_class(dry_run(config, failure.world, {.largest = true})).largest);
   } else {
     tables += "the largest tensors alive then\n" + block_table(refusal.largest);
   }

@@ -66,7 +66,8 @@ TEST(FusedUpdates, AreTheFormulas) {
     for (const auto& [dtype, bound] :
          std::vector<std::pair<at::ScalarType, double>>{{at::kDouble, 1e-15}, {at::kFloat, 2e-7}, {at::kBFloat16, 8e-3}, {at::kHalf, 1e-3}}) {
       const Updated t(333, dtype);
-      const at::Tensor p = t.parameter.to(at::kDouble, false, /*copy=*/true), buffer = momentum * t.average.to(at::kDouble) + t.gradient.to(at::kDouble) + kDecay * p;
+      const at::Tensor p = t.parameter.to(at::kDouble, false, /*copy=*/true),
+                       buffer = momentum * t.average.to(at::kDouble) + t.gradient.to(at::kDouble) + kDecay * p;
       sgd_of(t, momentum);
       expect_close(t.parameter.to(at::kDouble), p - kRate * buffer, bound, "parameter");
       if (momentum != 0) expect_close(t.average.to(at::kDouble), buffer, bound, "buffer");
@@ -74,8 +75,8 @@ TEST(FusedUpdates, AreTheFormulas) {
   }
   for (const auto& [dtype, bound] : std::vector<std::pair<at::ScalarType, double>>{{at::kDouble, 1e-14}, {at::kFloat, 1e-6}}) {
     const Updated t(333, dtype);
-    const at::Tensor p = t.parameter.to(at::kDouble, false, /*copy=*/true), g = t.gradient.to(at::kDouble), m = kBeta1 * t.average.to(at::kDouble) + (1 - kBeta1) * g,
-                     v = kBeta2 * t.square.to(at::kDouble) + (1 - kBeta2) * g * g;
+    const at::Tensor p = t.parameter.to(at::kDouble, false, /*copy=*/true), g = t.gradient.to(at::kDouble),
+                     m = kBeta1 * t.average.to(at::kDouble) + (1 - kBeta1) * g, v = kBeta2 * t.square.to(at::kDouble) + (1 - kBeta2) * g * g;
     adamw(t);
     const at::Tensor denominator = (v / (1 - std::pow(kBeta2, 3))).sqrt() + kEps;
     expect_close(t.average.to(at::kDouble), m, bound, "average");
