@@ -56,7 +56,7 @@ class FlatParameters {
   void set_complaint(std::string text);
   int64_t gathered_bytes() const;
   at::Device device() const { return whole_.device(); }  ///< that computes with them
-  int64_t reduced_bytes() const;                         ///< of whole gradients
+  int64_t reduced_bytes() const;  ///< of whole gradients
   int64_t local_bytes() const;
   int64_t tied_bytes() const;  ///< of the slices once more for each further name that their parameters have
 

@@ -565,7 +565,7 @@ void OperatorTrigger::use_in_step() {
   if (!same) {
     for (const size_t unit : met_) {
       if (!step_.running()) continue;
-      if (!step_.in_backward() || !units_.held(unit)) step_.agree_on(unit, step_.order());
+      step_.agree_on(unit, step_.order());
       step_.order().saw(unit);
     }
     last_ = met_.back();

@@ -247,7 +247,7 @@ void ShardedStep::end_step(bool stays) {
 
 void ShardedStep::use(size_t unit, UseOrder& order) {
   const bool noted = in_backward_ && units_.held(unit);
-  if (!noted) agree_on(unit, order);
+  agree_on(unit, order);
   units_.acquire(unit);
   if (noted) return;
   order.saw(unit);
@@ -255,7 +255,7 @@ void ShardedStep::use(size_t unit, UseOrder& order) {
 }
 
 void ShardedStep::agree_on(size_t unit, const UseOrder& order) {
-  if (driven()) return;
+  if (driven() || (in_backward_ && units_.held(unit))) return;
   const size_t* const foretold = order.next(0);
   const bool again = std::exchange(last_used_, unit) == unit;
   if (!again && (foretold == nullptr || *foretold != unit)) units_.agree_on(unit);

@@ -100,7 +100,8 @@ class ShardedStep {
   /// The unit is needed now. Counts as a use in `order`, which prefetch follows: in forward each time, in backward where it has to be gathered (what is held
   /// may be met again on some ranks and not on others).
   void use(size_t unit, UseOrder& order);
-  /// Before that: the ranks tell each other of a use that `order` did not foretell, but for an engine's, whose ranks run one list of actions over one model.
+  /// Before that: the ranks tell each other of a use that `order` did not foretell, but for an engine's, whose ranks run one list of actions over one model, and in
+  /// backward for units that are held, which some ranks may meet again and others not.
   void agree_on(size_t unit, const UseOrder& order);
   /// The same where no pass is known: of a unit that followed another one the last time.
   void agree_on(size_t unit);
