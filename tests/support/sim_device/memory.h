@@ -53,6 +53,8 @@ struct Reserved {
 Reserved reserved(int device);
 void limit_reserved(int device, int64_t bytes);  ///< 0: none
 void lift_limits();                              ///< of all devices
+/// What a test has left: limits, reports, and what a rank that failed has asked of its device and never waited for, for which the next test would be blamed.
+void forget_test();
 /// Each piece of device memory that is alive.
 void each_block(int device, const std::function<void(const Block&)>& use);
 /// Fills with ones what was made in a graph's pool, be it alive or not.

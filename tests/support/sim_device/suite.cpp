@@ -16,21 +16,14 @@ namespace tessera::sim {
 namespace {
 
 class Reports final : public ::testing::EmptyTestEventListener {
-  void OnTestStart(const ::testing::TestInfo&) override { forget(); }
+  void OnTestStart(const ::testing::TestInfo&) override { forget_test(); }
   void OnTestEnd(const ::testing::TestInfo&) override {
     close_opened_pages();
     const auto reports = HappensBefore::get().take_reports();
     constexpr size_t shown = 3;
     for (size_t i = 0; i < std::min(shown, reports.size()); ++i) ADD_FAILURE() << reports[i].text;
     if (reports.size() > shown) ADD_FAILURE() << reports.size() - shown << " more reports";
-    forget();
-  }
-  static void forget() {
-    lift_limits();
-    HappensBefore::get().host_waits_everything();
-    after_host_sync();
-    HappensBefore::get().take_reports();
-    HappensBefore::get().take_host_syncs();
+    forget_test();
   }
 };
 

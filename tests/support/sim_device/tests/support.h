@@ -22,9 +22,7 @@ class SimDevice : public ::testing::Test {
  protected:
   void SetUp() override {
     install(4);
-    at::accelerator::synchronizeDevice(0);
-    HappensBefore::get().take_reports();
-    HappensBefore::get().take_host_syncs();
+    forget_test();
   }
   void TearDown() override {
     close_opened_pages();
