@@ -14,6 +14,10 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/calls.h"
 
+// Whoever wants to keep what autograd saves elsewhere (recompute drops it, offload moves it) is asked here, innermost first. libtorch asks its engine for the
+// hooks of what is saved, and has room for one pair: so the engine is one of ours, whose hooks ask them all. It also carries the rank's ambient context to a
+// device's thread, where recomputation runs forward again and saves anew.
+
 namespace tessera::nn {
 
 namespace {

@@ -10,6 +10,10 @@
 
 #include "tessera/core/error.h"
 
+// One file, one thread: what is written is read again in the order of asking, and a disk gains nothing from two who seek. Plain pread and pwrite, for the page
+// cache is what makes a small run fast and the kernel writes behind; pieces are of MiB, so that calls cost nothing beside bytes. The file has no name, so
+// nothing is left however the process ends.
+
 namespace tessera::offload {
 
 /// What of the file nobody has, by where it begins; neighbours are one. Behind the last range the file grows.

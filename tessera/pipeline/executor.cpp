@@ -16,6 +16,14 @@
 #include "tessera/core/events.h"
 #include "tessera/memory/memory.h"
 
+// One rank's part of a step: its actions in the schedule's order, each with the messages that it takes and gives (pipeline/itinerary.h). Which schedule it is
+// makes no difference here, and nothing is decided at run time: what is received when, under which tag, follows from the list, alike on both sides.
+//
+// Of a micro-batch between its forward and its backward a rank keeps the leaves that it was given, which take gradients, and of what it sent no more than the
+// place in autograd's graph where the gradient will enter: the value itself goes when its message has gone. A backward that is cut in two (B and W of
+// zero-bubble schedules) runs the graph once, with the weights' products left for later (nn::WeightGradients). Receives are posted ahead of the action that
+// takes them, so that a transfer has some computing to hide behind.
+
 namespace tessera::pipeline {
 namespace {
 

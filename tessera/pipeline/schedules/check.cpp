@@ -9,6 +9,10 @@
 #include "tessera/pipeline/schedules/events.h"
 #include "tessera/pipeline/schedules/progress.h"
 
+// What makes a list of actions a schedule: every stage is held by a rank and does each forward and backward of each micro-batch once, none of it before what
+// it needs, none of it forgotten, and no rank waits for another that waits for it (schedules/progress.cpp). A schedule that passes computes the gradients of
+// the step, in whatever order, so the executor need not know where it came from: a generator, or a user's file.
+
 namespace tessera::schedules {
 namespace {
 

@@ -4,6 +4,12 @@
 
 #include <fmt/format.h>
 
+// Whether a schedule comes to its end, without running it: every rank goes on as far as it can, in turns, until nobody moves. Order between ranks does not
+// matter to the outcome (what is there stays there), so one such sweep stands for every interleaving. Messages go by one of two rules: they are begun and left
+// to the engine, which completes the nth that one rank begins with another with the nth that the other begins with it, or both ends have to be there at once,
+// as with large ones. Whoever is left then waits for somebody who waits, and following those waits from any of them comes round: the circle is what a user is
+// shown.
+
 namespace tessera::schedules::detail {
 namespace {
 

@@ -7,6 +7,10 @@
 #include "tessera/core/error.h"
 #include "tessera/pipeline/schedules/events.h"
 
+// When each action of a schedule would begin and end, with given times for F, B, I and W of each stage and for a message. Every rank does its actions in
+// order, and each begins when the rank is free and what it needs has come; a sweep over the ranks until none moves gives the one solution. Idle time, bubble,
+// activations and versions of weights held at a time are read off the result.
+
 namespace tessera::schedules {
 namespace {
 

@@ -8,6 +8,11 @@
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
 
+// A split point names a module; a cut is a position in the list of operators. Where the module announces its calls, its call begins and ends somewhere in the
+// list. Where it does not (libtorch's own), it is where its parameters are used, and between the neighbours' uses there is a stretch of operators that belong
+// to nobody (an activation, a reshape): of its positions the one that the fewest bytes cross is taken, and none where memory that is still to be written would
+// be torn.
+
 namespace tessera {
 
 std::string pipeline::to_string(const Split& split) {

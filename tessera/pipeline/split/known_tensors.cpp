@@ -8,6 +8,14 @@
 
 #include "tessera/core/error.h"
 
+// The recorder sees tensors, and a list of operators needs values: which tensor is which value is known by the TensorImpl, and where a program has two handles
+// of one memory (`data()`, a tensor that was filled by hand) by storage and place. Handles are weak, storages are too: recording keeps nothing alive but the
+// twins, and an address that is given out again is no old friend.
+//
+// What has data when it comes (buffers of a model on a device, constants) gets a twin on meta, which takes its place in the operators that are recorded: so
+// nothing is computed, and nothing of the model is changed. Autograd's node of each value is remembered: a tensor that has another one when it is used has
+// been through something that is no operator, and would be replayed without it.
+
 namespace tessera::tape {
 
 namespace {

@@ -8,6 +8,10 @@
 
 #include "tessera/core/error.h"
 
+// A stage's operators, to be run again with data: registers, one a value, that are emptied as soon as nobody uses them any more, so that a stage keeps what
+// the module itself would have kept. The last use is found once, backward over the list, with what each operator makes for nobody. Operators are called by
+// their boxed kernels through the dispatcher, so that autograd, casts and recomputation happen as they would in the module.
+
 namespace tessera::tape {
 
 namespace {

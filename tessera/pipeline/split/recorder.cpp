@@ -19,6 +19,14 @@
 #include "tessera/pipeline/split/known_tensors.h"
 #include "tessera/pipeline/split/zeros.h"
 
+// A forward pass becomes a list of operators by running it once on meta tensors, with a watch above autograd that sees each operator as the program calls it.
+// A tracer that follows values (as torch.fx does) would need the program to be written for it; this one needs nothing of it, and sees libtorch's own modules
+// from within. What cannot be repeated is refused where it happens: a value that the host reads, a shape that depends on values, a Function that is no
+// operator.
+//
+// Autograd's graph is made while recording, too: it tells which tensors carry gradients, and whose history a write in place has changed. A module that is
+// declared with TESSERA_MODULE may be kept whole: one node, whose forward runs anew each time, and may then read what it likes.
+
 namespace tessera::tape {
 
 namespace {

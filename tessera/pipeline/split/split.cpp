@@ -19,6 +19,10 @@
 #include "tessera/nn/parameter.h"
 #include "tessera/pipeline/split/own_modules.h"
 
+// A split model is a recording (split/recorder.cpp), cut (cuts.cpp), planned (stages.cpp) and run (program.cpp) by stage. A recording holds what the pass did
+// when it was made: it is kept by the shapes of the inputs and by whether modules train, and now and then the pass is recorded again and compared, on all
+// ranks alike, so that a program that changes its mind (a member that is a number, another branch) is found out instead of being repeated as it was.
+
 namespace tessera::pipeline {
 
 namespace {

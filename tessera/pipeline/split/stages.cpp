@@ -10,6 +10,13 @@
 
 #include "tessera/core/error.h"
 
+// From a list of operators and the places where it is cut: what each stage holds, is sent and makes again. A value goes straight from the stage that made it
+// to each stage that uses it, past those between. Writes in place decide the rest: a value that a stage has changed is handed on by that stage, memory that is
+// read through two tensors may not be cut in two, and what comes from elsewhere is copied before it is written into.
+//
+// A gradient comes back for a value where an operator behind the cut uses it and has a part in the gradient of an output: one pass backward over the list
+// finds those (`differentiated_`). Values that are made of numbers alone, as masks are, cost nothing to make and would cost a message (`free_`).
+
 namespace tessera::tape {
 
 int stage_of(const Stages& stages, int node) {
