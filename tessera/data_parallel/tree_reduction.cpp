@@ -16,6 +16,7 @@
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"
+#include "tessera/nn/late_parameters.h"
 #include "tessera/nn/step_protocol.h"
 #include "tessera/nn/weight_gradients.h"
 #include "tessera/nn/write_watch.h"
@@ -38,6 +39,7 @@ class TreeReduction::Impl {
         group_(std::move(group)),
         options_(options),
         parameters_(floating_parameters(module, options.only)),
+        late_(module, options.only),
         schedule_(make_tree_schedule(options.num_micro_batches, group_.size(), options.sources)),
         used_(parameters_),
         protocol_("TreeReduction", self.holds(), nn::Turn(parameters_.front().name),
@@ -296,9 +298,11 @@ class TreeReduction::Impl {
       const at::Tensor sum = exchange();
       hand_over(sum, used_parameters());
     }
-    if (options_.buffers != BufferBroadcast::EachStep) return;
-    const comm::CallSite site("tree.buffers");
-    broadcast_buffers(module_, group_);
+    if (options_.buffers == BufferBroadcast::EachStep) {
+      const comm::CallSite site("tree.buffers");
+      broadcast_buffers(module_, group_);
+    }
+    late_.refuse("TreeReduction");
   }
 
   void abandon() {
@@ -392,9 +396,10 @@ class TreeReduction::Impl {
   comm::Group group_;
   TreeReductionOptions options_;
   std::vector<nn::NamedParameter> parameters_;  ///< also those that are frozen
-  std::vector<bool> trained_;                   ///< which of them want a gradient in this step
-  std::vector<int64_t> offsets_;                ///< of each of these in a flat gradient
-  nn::ParameterForms forms_{parameters_};       ///< as the offsets follow from them
+  nn::LateParameters late_;
+  std::vector<bool> trained_;              ///< which of them want a gradient in this step
+  std::vector<int64_t> offsets_;           ///< of each of these in a flat gradient
+  nn::ParameterForms forms_{parameters_};  ///< as the offsets follow from them
   int64_t numel_ = 0;
   at::ScalarType dtype_ = at::kFloat;
   TreeSchedule schedule_;

@@ -201,6 +201,15 @@ TEST(Tree, UnusedParametersAreRefusedByName) {
   });
 }
 
+TEST(Tree, WhatIsRegisteredAfterWrappingIsRefusedByName) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    TreeReduction tree(net, world.group(), {.num_micro_batches = 4});
+    net.register_parameter("gain", at::ones({3}));
+    EXPECT_THAT(refusal([&] { take_step(net, tree, 4, world.group()); }), HasSubstr("TreeReduction: 'gain' of module "));
+  });
+}
+
 TEST(Tree, WhatPaddingAloneUsesIsUnused) {
   run_ranks(2, [&](World& world) {
     Net net;
