@@ -5,12 +5,15 @@
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
+#include <c10/core/GradMode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/backward_pass.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
 
-// torch::nn::Linear writes x.matmul(weight.t()) or addmm(bias, x, weight.t()): the weight is known by its memory, whatever view of it is multiplied by.
+// torch::nn::Linear writes x.matmul(weight.t()) or addmm(bias, x, weight.t()): the weight is known by its memory and by how the view of it runs. Backward
+// passes multiply by it, too, the other way round; what the term gives there is autograd's own.
 
 namespace tessera::lora {
 namespace {
@@ -59,11 +62,18 @@ class ProductTerms final : public nn::OperatorWatcher {
           nn::slice_of(term.a).is_whole(), "LoRA of '", term.path,
           "', libtorch's own Linear: its matrices have been sharded, and nothing gathers them there; build the layer as tessera::nn::Linear, or replicate it "
           "(DDP, ZeRO 1 and 2)");
-      const int64_t out = term.weight.size(0), in = term.weight.size(1);
-      const bool fits = transposed ? matrix.size(0) == in && matrix.size(1) == out : matrix.size(0) == out && matrix.size(1) == in;
-      if (fits && matrix.is_alias_of(term.weight) && matrix.storage_offset() == term.weight.storage_offset()) return &term;
+      if (runs_as(matrix, term.weight, transposed) && matrix.is_alias_of(term.weight) && matrix.storage_offset() == term.weight.storage_offset()) return &term;
     }
     return nullptr;
+  }
+
+  /// Of a square weight the transpose has the shape, of a single element the strides, too.
+  static bool runs_as(const at::Tensor& matrix, const at::Tensor& weight, bool transposed) {
+    for (const int64_t d : {0, 1}) {
+      const int64_t of_weight = transposed ? 1 - d : d;
+      if (matrix.size(d) != weight.size(of_weight) || (matrix.size(d) > 1 && matrix.stride(d) != weight.stride(of_weight))) return false;
+    }
+    return matrix.numel() != 1 || at::GradMode::is_enabled() || nn::backward_pass() < 0;
   }
 
   std::vector<PlainTerm> terms_;

@@ -1,12 +1,16 @@
 #include "tessera/lora/lora.h"
 
 #include <ATen/ops/allclose.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/relu.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
 #include "tessera/core/error.h"
@@ -166,6 +170,35 @@ TEST(Lora, AddsItsTermsToLibtorchsOwnLinear) {
     EXPECT_FALSE(at::equal(net.forward(x), before));
   }
   EXPECT_TRUE(at::equal(net.forward(x), before));
+}
+
+/// Backward multiplies by square weights, too, whose transpose has their shape.
+TEST(Lora, SquareLayersOfLibtorchGetTheGradientsOfTheirSum) {
+  for (const int64_t size : {6, 1}) {
+    const torch::nn::Linear first(size, size), second(torch::nn::LinearOptions(size, size).bias(false)), third(size, size);
+    const std::vector<torch::nn::Linear> layers{first, second, third};
+    torch::nn::Sequential net(first, torch::nn::Tanh(), second, torch::nn::Tanh(), third);
+    const auto adapted = lora::attach(*net, {.modules = {"*"}, .rank = 2, .alpha = 2});
+    for (const auto& each : net->named_parameters()) {
+      if (each.key().ends_with("lora_b")) each.value().data().normal_();
+    }
+    for (const auto& shape : {std::vector<int64_t>{4, size}, {2, 3, size}}) {
+      const at::Tensor x = at::randn(shape);
+      std::vector<at::Tensor> gradients, reference, wanted;
+      for (const auto& each : net->named_parameters()) {
+        if (each.value().requires_grad()) wanted.push_back(each.value());
+      }
+      ASSERT_EQ(wanted.size(), 6);
+      gradients = torch::autograd::grad({net->forward(x).square().sum()}, wanted);
+      at::Tensor h = x;
+      for (const auto& layer : layers) {
+        const auto own = layer->named_parameters(false);
+        h = at::linear(layer.ptr() == first.ptr() ? h : at::tanh(h), layer->weight + own["lora_b"].mm(own["lora_a"]), layer->bias);
+      }
+      reference = torch::autograd::grad({h.square().sum()}, wanted);
+      for (size_t i = 0; i < wanted.size(); ++i) EXPECT_TRUE(at::allclose(gradients[i], reference[i], 1e-4, 1e-5)) << size << ", " << i;
+    }
+  }
 }
 
 TEST(Lora, DropsFromWhatLibtorchsLinearSees) {
