@@ -1,6 +1,7 @@
 #include "tessera/checkpoint/peft.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <optional>
 #include <set>
@@ -112,16 +113,24 @@ nlohmann::json read_peft_config(const fs::path& dir, const LoraConfig& lora) {
           " is no rank, which is an integer of at least 1; the file is damaged, copy it anew");
   expect_scale(file, json, "r", static_cast<double>(lora.rank), "lora.rank");
   expect_scale(file, json, "lora_alpha", lora.alpha, "lora.alpha");
-  for (const char* key : {"use_rslora", "use_dora"}) {
+  for (const char* key : {"use_rslora", "use_dora", "lora_bias"}) {
     const auto found = json.find(key);
     require(found == json.end() || found->is_null() || *found == false, file.string(), ": ", key, " = ", found == json.end() ? "" : found->dump(),
             " is not supported; only plain LoRA is");
   }
-  for (const char* key : {"rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "exclude_modules"}) {
+  for (const char* key : {"rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "exclude_modules", "layer_replication",
+                          "trainable_token_indices", "target_parameters"}) {
     const auto found = json.find(key);
     require(found == json.end() || found->is_null() || found->empty(), file.string(), ": ", key, " = ", found == json.end() ? "" : found->dump(),
             " is not supported; one rank and alpha for all layers that target_modules names are, and nothing beside them");
   }
+  // Of PiSSA, OLoRA, LoftQ and CorDA the matrices are beside other weights: PEFT takes what they begin with out of the model's each time when it loads them.
+  constexpr std::array kLeaveTheModel = {"gaussian", "eva", "orthogonal"};
+  const auto init = json.find("init_lora_weights");
+  const bool plain = init == json.end() || init->is_null() || init->is_boolean() || std::ranges::find(kLeaveTheModel, *init) != kLeaveTheModel.end();
+  require(plain, file.string(), ": init_lora_weights = ", plain ? "" : init->dump(),
+          " is not supported: it changes the model's weights, too; let PEFT write it as a plain adapter (save_pretrained with "
+          "path_initial_model_for_weight_conversion)");
   return json;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include <ATen/core/Tensor.h>
@@ -20,5 +21,9 @@ void set_updated_for(const at::Tensor& part, const at::Tensor& parameter);
 
 /// The parameter in whose place `tensor` is updated: itself where nobody said otherwise; undefined where that parameter is gone.
 at::Tensor updated_for(const at::Tensor& tensor);
+
+/// Another number once `tensor`, or the parameter in whose place it is updated, whose counter is its own although they share memory, has been written through
+/// libtorch.
+int64_t write_count(const at::Tensor& tensor);
 
 }  // namespace tessera::nn

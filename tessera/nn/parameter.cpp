@@ -167,6 +167,11 @@ at::Tensor updated_for(const at::Tensor& tensor) {
   return parameter ? at::Tensor(std::move(parameter)) : at::Tensor();
 }
 
+int64_t write_count(const at::Tensor& tensor) {
+  const at::Tensor parameter = updated_for(tensor);
+  return int64_t{tensor._version()} + (parameter.defined() && !parameter.is_same(tensor) ? int64_t{parameter._version()} : 0);
+}
+
 void add_sharing(const at::Tensor& parameter, Sharing sharing) {
   change(parameter, [&](ParameterData& data) {
     for (const Sharing& known : data.sharings) invariant(known.axis != sharing.axis, "who shares a parameter over ", sharing.axis, " is said twice");

@@ -8,6 +8,7 @@
 
 #include "tessera/kernels/choice.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/names.h"
 
 // Where the three streams meet: a gradient leaves behind what the device was asked for (its reduction, clipping, parameters that come back); the host waits for
 // it before it reads it, or writes the copy of its parameter; parameters come back behind what was asked for, too, for they were read until now.
@@ -73,14 +74,14 @@ void HostOptimizer::counts_changed() {
   if (delayed_ && ahead_.empty()) {
     for (size_t i = 0; i < parameters_.size(); ++i) ahead_.push_back(i);
   }
-  for (auto& own : beside_) own.version.reset();
+  for (auto& own : beside_) own.writes.reset();
   inner_->set_update_counts(update_counts());
 }
 
 void HostOptimizer::follow(size_t index) {
   const at::Tensor& parameter = parameters_[index].tensor;
   Beside& own = beside_[index];
-  if (own.version != parameter._version()) own.copy.copy_(parameter);
+  if (own.writes != nn::write_count(parameter)) own.copy.copy_(parameter);
 }
 
 void HostOptimizer::send_gradient(size_t index, const at::Tensor& gradient) {
@@ -179,7 +180,7 @@ void HostOptimizer::update(const Batch& batch) {
       Beside& own = beside_[batch.indices[i]];
       own.copy.mutable_grad() = at::Tensor();
       batch.parameters[i].copy_(own.copy, /*non_blocking=*/true);
-      own.version = parameters_[batch.indices[i]].tensor._version();
+      own.writes = nn::write_count(parameters_[batch.indices[i]].tensor);
     }
     begin = end;
   }

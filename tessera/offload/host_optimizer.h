@@ -55,7 +55,7 @@ class HostOptimizer final : public optim::Optimizer {
   /// Of a parameter: its like on the host, and what is on its way there.
   struct Beside {
     at::Tensor copy;                    ///< in the parameter's shape
-    std::optional<uint32_t> version{};  ///< of the parameter, when it was last what the copy is; nothing: not known
+    std::optional<int64_t> writes{};  ///< of the parameter, when it was last what the copy is; nothing: not known
     at::Tensor gradient{};              ///< while a step is made
     CopyStream::Point arrived{};        ///< it
   };

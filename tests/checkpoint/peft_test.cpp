@@ -112,9 +112,11 @@ TEST_F(Peft, RefusesAdaptersThatAreBroken) {
   with("target_modules", {"k_proj"}, "does not name 'model.layers.0.self_attn.q_proj'");
   with("target_modules", 7, "neither a list nor a string");
   with("layers_to_transform", {0}, "layers_to_transform = [0] is not supported");
+  with("init_lora_weights", "pissa", "init_lora_weights = \"pissa\" is not supported: it changes the model's weights, too");
 
   nlohmann::json by_its_end = sound;
   by_its_end["target_modules"] = {"q_proj"};
+  by_its_end["init_lora_weights"] = "gaussian";
   std::ofstream(config) << by_its_end.dump();
   load_peft(folder_ / "peft", model_, lora_, adapters());
 

@@ -1,0 +1,114 @@
+// What is updated on the host has copies there. A program that writes its weights between steps (a clamp, an average that is swapped in, a checkpoint of
+// libtorch's) writes the model's parameters, and the copies have to follow, also where what they are copies of are parts of buckets, with counters of their
+// own.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <c10/core/GradMode.h>
+#include <gtest/gtest.h>
+
+#include "tessera/comm/testing.h"
+#include "tessera/offload/host_gradients.h"
+#include "tessera/offload/host_optimizer.h"
+#include "tessera/optim/adamw.h"
+#include "tessera/zero/zero_optimizer.h"
+#include "tests/train/wrapped.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+using comm::run_ranks;
+using comm::World;
+
+constexpr int kHostSteps = 4;
+
+std::unique_ptr<optim::Optimizer> adamw_of(const std::vector<nn::NamedParameter>& parameters) {
+  return std::make_unique<optim::AdamW>(optim::decay_groups(parameters, "all", 0.1));
+}
+
+std::unique_ptr<optim::Optimizer> adamw_on_the_host(const std::vector<nn::NamedParameter>& parameters) {
+  return std::make_unique<HostOptimizer>(parameters, at::kCPU, adamw_of);
+}
+
+void write_weights(torch::nn::Module& net, int step) {
+  if (step != 1) return;
+  const c10::NoGradGuard no_grad;
+  for (const at::Tensor& parameter : net.parameters()) at::Tensor(parameter).mul_(0.5).clamp_(-0.2, 0.3);
+}
+
+void pass(Net& net, World& world, int step) {
+  const Batch batch = part_of(whole_batch(samples, step), world.size(), world.rank());
+  loss_of(net.forward(batch.x), batch.y, samples).backward();
+}
+
+/// What each rank's model is after steps of the plain loop with weights written between them.
+std::vector<std::vector<at::Tensor>> in_the_loop(int ranks, const std::string& technique, const auto& make) {
+  std::vector<std::vector<at::Tensor>> values(static_cast<size_t>(ranks));
+  run_ranks(ranks, [&](World& world) {
+    Net net;
+    const auto wrapper = wrap_by(technique, net, {.shard = world.group()});
+    auto optimizer = zero_optimizer(*wrapper, make);
+    for (int step = 0; step < kHostSteps; ++step) {
+      optimizer.zero_grad();
+      pass(net, world, step);
+      optimizer.step(1e-2);
+      write_weights(net, step);
+    }
+    unshard_all({wrapper.get()});
+    values[static_cast<size_t>(world.rank())] = values_of(net);
+  });
+  return values;
+}
+
+/// The same with gradients that go to the host while backward runs.
+std::vector<std::vector<at::Tensor>> streamed(int ranks, const std::string& technique) {
+  std::vector<std::vector<at::Tensor>> values(static_cast<size_t>(ranks));
+  run_ranks(ranks, [&](World& world) {
+    Net net;
+    const auto sums = std::make_shared<HostSums>(at::kCPU, int64_t{1} << 20);
+    std::unique_ptr<GradientSynchronizer> inner;
+    if (technique == "ddp") {
+      inner = std::make_unique<DistributedDataParallel>(net, world.group(), DdpOptions{.sizes = small_buckets, .relay = sums});
+    } else {
+      inner = std::make_unique<ShardedDataParallel>(net, ShardGroups{.shard = world.group()},
+                                                    ZeroOptions{.stage = technique == "zero1" ? 1 : 2, .sizes = small_buckets, .relay = sums});
+    }
+    const auto updated = inner->updated();
+    HostGradients host(std::move(inner), updated, sums);
+    const auto optimizer = adamw_of(host.updated());
+    for (int step = 0; step < kHostSteps; ++step) {
+      const MicroBatchPosition only{.index = world.rank(), .last = true};
+      host.begin_step();
+      host.before_micro_batch(only);
+      pass(net, world, step);
+      host.after_micro_batch(only);
+      host.finish();
+      optimizer->step(1e-2);
+      host.after_update();
+      write_weights(net, step);
+    }
+    values[static_cast<size_t>(world.rank())] = values_of(net);
+  });
+  return values;
+}
+
+void expect_bits(const std::vector<std::vector<at::Tensor>>& found, const std::vector<std::vector<at::Tensor>>& expected) {
+  for (size_t rank = 0; rank < expected.size(); ++rank) EXPECT_TRUE(same_bits(found[rank], expected[rank])) << rank;
+}
+
+TEST(HostCopies, FollowWhoWritesTheModelsParameters) {
+  for (const int ranks : {1, 2, 3}) {
+    for (const std::string& technique : techniques) {
+      SCOPED_TRACE(technique + " on " + std::to_string(ranks));
+      const auto expected = in_the_loop(ranks, technique, adamw_of);
+      expect_bits(in_the_loop(ranks, technique, adamw_on_the_host), expected);
+      if (technique != "fsdp") expect_bits(streamed(ranks, technique), expected);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera
