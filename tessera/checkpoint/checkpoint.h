@@ -90,6 +90,12 @@ struct LoadReport {
 /// Kind and update counts of an optimizer, and back. A parameter that load() left fresh counts from 0. restore throws ConfigError where kind or parameters
 /// differ.
 nlohmann::json optimizer_json(const optim::Optimizer& optimizer);
+/// With the update counts of all ranks of `group`, each of which may have a part of the model (stages of a pipeline). Collective.
+nlohmann::json optimizer_json(const optim::Optimizer& optimizer, const comm::Group& group);
+/// `saved` with the counts of this optimizer's parameters alone: the checkpoint is of a model of which it has a part.
+nlohmann::json own_counts(const nlohmann::json& saved, const optim::Optimizer& optimizer);
+/// Parameters of which the checkpoint has an update that is not in its weights (optim::kNextState).
+std::set<std::string> updates_ahead(const Manifest& manifest);
 void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer, const LoadReport& loaded = {});
 
 /// Collective over `group`: writes `dir`/step-00000010 with one file of slices per rank and manifest.json. A slice that several ranks hold is written by one of

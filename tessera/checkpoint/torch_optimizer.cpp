@@ -240,10 +240,19 @@ std::string kinds_of(const Optimizers& optimizers) {
   return kinds;
 }
 
-void check_kinds(const Manifest& manifest, const Optimizers& optimizers) {
+void require_kind(const Manifest& manifest, const std::string& here) {
   const auto saved = read(manifest.optimizer, [](const nlohmann::json& json) { return json.at("kind").get<std::string>(); });
-  const std::string here = kinds_of(optimizers);
   require(saved == here, "the checkpoint's optimizer is ", saved, " and this one is ", here, "; make the one that was saved, or load the model alone");
+}
+
+/// Before a tensor is filled, of a checkpoint that is to be read as a whole.
+void require_counts(const Manifest& manifest, const optim::Optimizer& optimizer) {
+  const auto counts = read(manifest.optimizer, [](const nlohmann::json& json) { return json.at("update_counts"); });
+  std::string missing;
+  for (const auto& [name, count] : optimizer.update_counts()) {
+    if (!counts.contains(name)) missing += (missing.empty() ? "" : "; ") + name;
+  }
+  require(missing.empty(), "the checkpoint does not say how often these were updated: ", missing, "; load the model alone, or what was saved with them");
 }
 
 /// Each parameter has one optimizer.
@@ -285,7 +294,7 @@ std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const
 
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const optim::Optimizer& optimizer,
                            const comm::Group& group, const nlohmann::json& progress) {
-  return save_all(dir, step, training_tensors(model, &optimizer), optimizer_json(optimizer), progress, group);
+  return save_all(dir, step, training_tensors(model, &optimizer), optimizer_json(optimizer, group), progress, group);
 }
 
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const comm::Group& group,
@@ -299,7 +308,7 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
 
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, const Optimizers& optimizers, const LoadOptions& options) {
   const Manifest manifest = read_manifest_with_optimizer(folder);
-  check_kinds(manifest, optimizers);
+  require_kind(manifest, kinds_of(optimizers));
   auto targets = training_tensors(model, nullptr);
   std::vector<Restored> restored;
   for (const auto& optimizer : optimizers) {
@@ -313,8 +322,12 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
 
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, optim::Optimizer& optimizer, const LoadOptions& options) {
   const Manifest manifest = read_manifest_with_optimizer(folder);
+  require_kind(manifest, optimizer.kind());
+  const bool of_more = !options.expected.empty();
+  if (!of_more && options.partial.empty()) require_counts(manifest, optimizer);
   Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, optimizer, manifest), options)};
-  restore_optimizer(manifest.optimizer, optimizer, resumed.report);
+  restore_optimizer(of_more ? own_counts(manifest.optimizer, optimizer) : manifest.optimizer, optimizer, resumed.report);
+  optimizer.follow_all_but(updates_ahead(manifest));
   return resumed;
 }
 

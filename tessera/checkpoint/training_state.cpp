@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
@@ -171,6 +172,31 @@ std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim
 }
 
 nlohmann::json optimizer_json(const optim::Optimizer& optimizer) { return {{"kind", optimizer.kind()}, {"update_counts", optimizer.update_counts()}}; }
+
+nlohmann::json optimizer_json(const optim::Optimizer& optimizer, const comm::Group& group) {
+  nlohmann::json whole = optimizer_json(optimizer);
+  for (const auto& other : gather_json(group, whole)) whole["update_counts"].update(other.at("update_counts"));
+  return whole;
+}
+
+nlohmann::json own_counts(const nlohmann::json& saved, const optim::Optimizer& optimizer) {
+  const auto counts = saved.find("update_counts");
+  if (counts == saved.end()) return saved;
+  nlohmann::json own = saved, mine = nlohmann::json::object();
+  for (const auto& [name, count] : optimizer.update_counts()) {
+    if (counts->contains(name)) mine[name] = counts->at(name);
+  }
+  own["update_counts"] = std::move(mine);
+  return own;
+}
+
+std::set<std::string> updates_ahead(const Manifest& manifest) {
+  std::set<std::string> ahead;
+  for (const auto& [name, stored] : manifest.tensors) {
+    if (state_of(name) == optim::kNextState) ahead.emplace(parameter_of(name));
+  }
+  return ahead;
+}
 
 void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer, const LoadReport& loaded) {
   try {

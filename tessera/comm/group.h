@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -37,6 +38,7 @@ struct GroupInfo {
 struct BackwardUsers {
   std::atomic<int> synchronizers{0};   ///< wrappers that start reductions as gradients come
   std::atomic<bool> by_graphs{false};  ///< graphs have recorded collectives whose backward makes others: SyncBatchNorm, differentiable collectives
+  std::atomic<int64_t> made{0};        ///< how many have been made where a program's order decided which comes next
 
   /// Whether a synchronizer may start while backward runs. `ordered`: somebody says when the step of each begins; `same_graph`: all ranks use the same
   /// parameters, so that what graphs make comes at the same place among the gradients.

@@ -282,7 +282,6 @@ void ShardedStep::begin_backward() {
   waits_for_end_ = !may_start_early();
   order_.begin_backward();
   retired_.assign(units_.size(), false);
-  reduced_ = {};
   due_.clear();
   next_ = units_.size();
   std::ranges::fill(awaited_, 0);
@@ -409,7 +408,6 @@ void ShardedStep::reduce_what_is_due() {
 
 void ShardedStep::reduce(size_t unit) {
   if (!units_.trained(unit)) return;
-  if (!driven() && !find_unused_) reduced_.update(&unit, sizeof unit);
   const bool last = completes() || drive_ == Drive::Loop;
   units_.reduce(unit, last);
   if (last) final_[unit] = true;
@@ -460,7 +458,7 @@ void ShardedStep::complete_pass() {
   forgive_frozen();
   const UsedParameters used = used_;
   used_.clear();
-  if (!find_unused_) used.refuse_unused_anywhere({group_, replicas_}, reduced_.value());
+  if (!find_unused_) used.refuse_unused_anywhere({group_, replicas_}, units_.take_made());
   callbacks_.done();
 }
 

@@ -11,7 +11,6 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/core/attachment.h"
-#include "tessera/core/hash.h"
 #include "tessera/fsdp/sharded_units.h"
 #include "tessera/fsdp/use_order.h"
 #include "tessera/nn/backward_pass.h"
@@ -100,8 +99,8 @@ class ShardedStep {
   /// The unit is needed now. Counts as a use in `order`, which prefetch follows: in forward each time, in backward where it has to be gathered (what is held
   /// may be met again on some ranks and not on others).
   void use(size_t unit, UseOrder& order);
-  /// Before that: the ranks tell each other of a use that `order` did not foretell, but for an engine's, whose ranks run one list of actions over one model, and in
-  /// backward for units that are held, which some ranks may meet again and others not.
+  /// Before that: the ranks tell each other of a use that `order` did not foretell, but for an engine's, whose ranks run one list of actions over one model,
+  /// and in backward for units that are held, which some ranks may meet again and others not.
   void agree_on(size_t unit, const UseOrder& order);
   /// The same where no pass is known: of a unit that followed another one the last time.
   void agree_on(size_t unit);
@@ -173,7 +172,6 @@ class ShardedStep {
   std::vector<bool> final_;      ///< per unit: reduced for the last time in this step
   std::vector<size_t> awaited_;  ///< per unit: gradients that have not come in this backward
   std::vector<size_t> due_;      ///< units whose reduction has to wait for its turn
-  Hasher reduced_;               ///< which units, in order, in this pass
   bool told_of_tied_ = false;
   std::optional<size_t> last_used_;
   std::map<std::optional<size_t>, size_t> followers_;  ///< of uses outside of passes

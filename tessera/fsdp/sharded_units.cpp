@@ -151,8 +151,16 @@ void ShardedUnits::count(int64_t bytes) {
   ++statistics_.num_collectives;
 }
 
+uint64_t ShardedUnits::take_made() { return std::exchange(made_, Hasher()).value(); }
+
+void ShardedUnits::note(size_t unit, bool reduces) {
+  const std::array<int64_t, 4> made{group_.in_backward().made++, turn_.number, static_cast<int64_t>(unit), reduces ? 1 : 0};
+  made_.update(made.data(), sizeof made);
+}
+
 void ShardedUnits::start_gather(size_t index) {
   const nn::Unwatched quietly;
+  note(index, /*reduces=*/false);
   Unit& unit = units_[index];
   show_whole(index);  // slices on their way must not be written
   const comm::CallSite site(unit.name);
@@ -297,6 +305,7 @@ void ShardedUnits::release_all(bool but_kept) {
 void ShardedUnits::reduce(size_t index, bool last) {
   const nn::Unwatched quietly;
   finish_reduction();
+  note(index, /*reduces=*/true);
   const comm::CallSite site(units_[index].name);
   for (auto& flat : units_[index].flats) {
     if (!flat.trained()) continue;

@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/comm/group.h"
+#include "tessera/core/hash.h"
 #include "tessera/fsdp/flat_parameters.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/fsdp/unit_plan.h"
@@ -79,6 +80,10 @@ class ShardedUnits {
   /// Waits for everything; afterwards local gradients are those of the step.
   void finish_reductions();
 
+  /// A number for the gathers and reductions since it was asked last, and for where each came among all that wrappers have made over the group: another one on
+  /// a rank where a program came to units, or to wrappers, in another order, so that collectives of two have met.
+  uint64_t take_made();
+
   SynchronizationStatistics& statistics() { return statistics_; }
   const SynchronizationStatistics& statistics() const { return statistics_; }
 
@@ -96,6 +101,7 @@ class ShardedUnits {
   void refuse_another_order() const;
   std::vector<size_t> ahead(const UseOrder& order, std::optional<size_t> leaving) const;
   void start_gather(size_t unit);
+  void note(size_t unit, bool reduces);
   void finish_gather(Unit& unit);
   void finish_reduction();
   void finish_return();
@@ -112,6 +118,7 @@ class ShardedUnits {
   std::optional<size_t> returning_;  ///< its reduced slices are on their way to the host
   bool reducing_last_ = false;
   SynchronizationStatistics statistics_;
+  Hasher made_;
 };
 
 }  // namespace tessera

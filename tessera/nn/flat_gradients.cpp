@@ -212,9 +212,10 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
       " of world trains other parameters than the first of its group; freeze and unfreeze (requires_grad) the same on every rank, between the same steps. A "
       "pass that adds to gradients leaves out the same ones on every rank, or set find_unused_parameters in the options of the wrapper");
   refuse_unused(own);
-  require(found[disorder] < 0, "data parallelism: on rank ", found[disorder],
-          " of world backward comes to the parameters in another order than on the first of its group, so reductions of other ones have met; use layers in one "
-          "order on all ranks, or set find_unused_parameters in the options of the wrapper");
+  require(
+      found[disorder] < 0, "data parallelism: on rank ", found[disorder],
+      " of world a step comes to the parameters, or to the wrappers over the same ranks, in another order than on the first of its group, so collectives of "
+      "other ones have met; use layers in one order on all ranks, or set find_unused_parameters in the options of the wrapper");
   require(found[missing] == 0, missing_gradients(found[rank], "world", found[missing], std::ranges::count(wanted_, true),
                                                  "'" + (found[missing] > 0 ? parameters_.at(static_cast<size_t>(found[first])).name : "") + "'" +
                                                      (found[missing] > 1 ? " and others" : "")));

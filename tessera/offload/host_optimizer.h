@@ -46,18 +46,15 @@ class HostOptimizer final : public optim::Optimizer {
   std::vector<optim::StateTensor> state_at_hand() const override { return inner_->state_at_hand(); }
   bool needs_begin() const override { return true; }
   void hold_state(const std::map<std::string, int64_t>& counts) override;
-
-  /// Copies take the parameters' values of now, but for those of trained parameters of these names, which were loaded one update ahead; what is under way is
-  /// lost.
-  void follow_all_but(const std::set<std::string>& ahead);
+  void follow_all_but(const std::set<std::string>& ahead) override;
 
  private:
   /// Of a parameter: its like on the host, and what is on its way there.
   struct Beside {
-    at::Tensor copy;                    ///< in the parameter's shape
+    at::Tensor copy;                  ///< in the parameter's shape
     std::optional<int64_t> writes{};  ///< of the parameter, when it was last what the copy is; nothing: not known
-    at::Tensor gradient{};              ///< while a step is made
-    CopyStream::Point arrived{};        ///< it
+    at::Tensor gradient{};            ///< while a step is made
+    CopyStream::Point arrived{};      ///< it
   };
 
   void prepare(const std::vector<Batch>& batches) override;

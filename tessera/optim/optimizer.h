@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -84,6 +85,10 @@ class Optimizer {
 
   /// Allocates the state of parameters that have had updates elsewhere, as `counts` of another optimizer's update_counts() say, before state() is loaded.
   virtual void hold_state(const std::map<std::string, int64_t>& counts);
+
+  /// Parameters were loaded: copies of them that are kept elsewhere take their values of now, but for those of trained parameters of these names, whose copies
+  /// were loaded one update ahead (kNextState). What is under way is lost.
+  virtual void follow_all_but(const std::set<std::string>& /*ahead*/) {}
 
   /// How many updates each parameter has had, by logical name; it sets AdamW's bias correction. Equal to the number of steps unless a parameter sat some out.
   virtual std::map<std::string, int64_t> update_counts() const;

@@ -125,23 +125,8 @@ optim::WholeModel whole_model(const Config& config, const Composition& run, at::
   return whole;
 }
 
-/// The update counts of this rank's parameters alone.
-nlohmann::json own_counts(nlohmann::json optimizer, const optim::Optimizer& own) {
-  const auto counts = optimizer.find("update_counts");
-  if (counts == optimizer.end()) return optimizer;
-  nlohmann::json mine = nlohmann::json::object();
-  for (const auto& [name, count] : own.update_counts()) {
-    if (counts->contains(name)) mine[name] = counts->at(name);
-  }
-  *counts = std::move(mine);
-  return optimizer;
-}
-
 void load_state(const Config& config, const ResumePoint& resume, Composition& run, bool first) {
-  std::set<std::string> ahead;  // parameters of which the checkpoint has an update that is not in its weights
-  for (const auto& stored : resume.manifest.tensors) {
-    if (checkpoint::state_of(stored.first) == optim::kNextState) ahead.emplace(checkpoint::parameter_of(stored.first));
-  }
+  const std::set<std::string> ahead = checkpoint::updates_ahead(resume.manifest);
   require(ahead.empty() || config.offload.delayed_update, "offload.delayed_update = false: ", resume.folder.string(),
           " was saved by a run of true, whose last update is not in its weights; set offload.delayed_update = true");
   std::vector<std::string> ignored{hook_prefix};
@@ -159,8 +144,9 @@ void load_state(const Config& config, const ResumePoint& resume, Composition& ru
     for (const auto& [kind, count] : kinds) list += detail::concat(list.empty() ? "" : ", ", kind, " (", count, " tensors)");
     log().info("{}: saved with another precision.params, precision.master or optim.state_dtype; what was stored is read as {}", resume.folder.string(), list);
   }
-  checkpoint::restore_optimizer(run.parts.empty() ? resume.manifest.optimizer : own_counts(resume.manifest.optimizer, *run.optimizer), *run.optimizer, loaded);
-  if (auto* const host = dynamic_cast<HostOptimizer*>(run.optimizer.get()); host != nullptr) host->follow_all_but(ahead);
+  const auto& saved = resume.manifest.optimizer;
+  checkpoint::restore_optimizer(run.parts.empty() ? saved : checkpoint::own_counts(saved, *run.optimizer), *run.optimizer, loaded);
+  run.optimizer->follow_all_but(ahead);
   if (run.host != nullptr) run.host->follow();
   const auto& progress = resume.manifest.progress;
   if (progress.contains("loss_scale")) run.loss_scale.restore(progress.at("loss_scale"), resume.folder.string());

@@ -175,13 +175,6 @@ nlohmann::json bucket_plans(const Composition& run) {
   return equal ? plans.front() : nlohmann::json(plans);
 }
 
-// Each stage counts the updates of its own parameters. Collective over the pipeline.
-nlohmann::json optimizer_of_all_stages(const Composition& run) {
-  nlohmann::json whole = checkpoint::optimizer_json(*run.optimizer);
-  for (const auto& stage : checkpoint::gather_json(run.pipeline, whole)) whole["update_counts"].update(stage.at("update_counts"));
-  return whole;
-}
-
 // What is written while training goes on needs a group that no step uses.
 comm::Group saver_group(const Config& config, const comm::World& world) {
   if (!config.checkpoint.async) return world.group();
@@ -398,7 +391,7 @@ void Trainer::save(int64_t step) {
   checkpoint::add_training_tensors(state, *run.model, *run.optimizer);
   const MeshRoles roles = mesh_roles(config_);
   for (auto& held : hook_tensors(hook_shares(run), mesh_[roles.gradients])) state.tensors.push_back(std::move(held));
-  state.optimizer = optimizer_of_all_stages(run);
+  state.optimizer = checkpoint::optimizer_json(*run.optimizer, run.pipeline);
   const auto plans = bucket_plans(run);
   state.progress = progress_json(config_, feed_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(roles.tokens));
   state.progress["loss_scale"] = run.loss_scale.state();

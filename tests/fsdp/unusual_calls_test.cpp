@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include <gmock/gmock.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/optim/sgd.h>
 
 #include "support.h"
@@ -287,7 +288,44 @@ TEST(FullyShard, ReductionsThatComeInOtherOrdersAreRefused) {
     for (size_t i = 0; i < parameters.size(); ++i) used.mark(i);
     used.refuse_unused_anywhere({world.group()}, 7);
     EXPECT_THAT(refusal([&] { used.refuse_unused_anywhere({world.group()}, world.rank() == 2 ? 8 : 7); }),
-                HasSubstr("on rank 2 of world backward comes to the parameters in another order"));
+                HasSubstr("on rank 2 of world a step comes to the parameters, or to the wrappers over the same ranks, in another order"));
+  });
+}
+
+/// Tables of one size: where a rank has a term that others lack, backward leaves them in another order there, and the reduction of the one meets the other's.
+TEST(FullyShard, OrdersThatDifferByRankAreRefusedOverPassesAndWrappers) {
+  struct Factors : torch::nn::Module {
+    Factors() : user(8, 4), item(8, 4) {
+      register_module("user", user);
+      register_module("item", item);
+    }
+    at::Tensor loss(bool more) {
+      const at::Tensor ids = at::arange(4), a = user(ids), b = item(ids + 2), c = user(ids + 3);
+      const at::Tensor sum = (b * c).sum() + 0.1 * b.square().sum();
+      return more ? sum + at::relu(1 - a).sum() : sum;
+    }
+    torch::nn::Embedding user, item;
+  };
+  const auto refused = HasSubstr("on rank 1 of world a step comes to the parameters, or to the wrappers over the same ranks, in another order");
+  run_ranks(2, [&](World& world) {
+    Factors net;
+    const auto wrapper = fully_shard(net, world.group(), {.wrap = "*"});
+    const auto step = [&](bool first, bool last) {
+      {
+        const auto held = wrapper->no_sync();
+        net.loss(first).backward();
+      }
+      net.loss(last).backward();
+    };
+    step(true, true);
+    EXPECT_THAT(refusal([&] { step(world.rank() == 0, true); }), refused);
+  });
+  run_ranks(2, [&](World& world) {
+    Factors net;
+    const auto user = fully_shard(*net.user, world.group(), {}), item = fully_shard(*net.item, world.group(), {});
+    net.loss(true).backward();
+    net.zero_grad();
+    EXPECT_THAT(refusal([&] { net.loss(world.rank() == 0).backward(); }), refused);
   });
 }
 
