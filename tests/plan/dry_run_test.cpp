@@ -392,8 +392,10 @@ TEST_F(DryRunTest, ModelFlopsOfAllRanksAreThoseOfTheStep) {
                                                              {4, {"mesh.tp=2", "zero.stage=1"}},
                                                              {6, {"mesh.tp=3", "mesh.dp_replicate=2", "recompute.mode=full"}},  // 4 heads over 3 ranks
                                                              {6, {"mesh.cp=3", "data.seq_len=17"}},
+                                                             {2, {"mesh.tp=2", "model.sliding_window=5"}},
                                                              {10, {"mesh.tp=2", "zero.stage=3", "run.deterministic=true"}}}) {
-    for (const std::string family : {"llama", sets.empty() || sets.front() != "mesh.cp=3" ? "mlp" : "gpt2"}) {
+    const bool attends = std::ranges::any_of(sets, [](const auto& set) { return set == "mesh.cp=3" || set.starts_with("model.sliding_window"); });
+    for (const std::string family : {"llama", attends ? "gpt2" : "mlp"}) {
       const Config whole = config(family, sets);
       const auto run = plan::dry_run(whole, world);
       double flops = 0;
