@@ -21,10 +21,13 @@ std::vector<nn::AttentionColumns> drawn_columns(const SequenceCut& cut) {
 
 /// docs/long-context.md, drawn from the plan that runs.
 TEST(RingPicture, ThePageShowsThePlanThatRuns) {
-  for (const auto& [name, cut] : {std::pair{"head_tail", SequenceCut::head_tail(32, 4)}, {"contiguous", SequenceCut::contiguous(32, 4)}}) {
-    testing_support::expect_picture_in_docs(std::string("ring-") + name + ".svg",
-                                            ring_picture(drawn_columns(cut), {}, std::string("ring attention, 4 ranks, ") + name), "long-context.md");
-  }
+  const auto expect = [](const std::string& name, const SequenceCut& cut, const nn::AttentionReach& reach) {
+    testing_support::expect_picture_in_docs("ring-" + name + ".svg", ring_picture(drawn_columns(cut), reach, "ring attention, 4 ranks, " + name),
+                                            "long-context.md");
+  };
+  expect("head_tail", SequenceCut::head_tail(32, 4), {});
+  expect("contiguous", SequenceCut::contiguous(32, 4), {});
+  expect("window", SequenceCut::contiguous(32, 4), {.window = 5});
 }
 
 /// Each arrow of it is a message that the recorder sees, in its order: blocks have other numbers of columns, so that their sizes tell them apart.

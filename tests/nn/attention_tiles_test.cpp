@@ -214,7 +214,7 @@ TEST(SlidingWindows, EqualTheMaskInDouble) {
   const std::vector<at::Tensor> given{normal({2, length, 6, 8}, 1), normal({2, length, 2, 8}, 2), normal({2, length, 2, 8}, 3)};
   const std::vector<std::pair<std::optional<at::Tensor>, std::optional<at::Tensor>>> described{
       {{}, {}}, {{}, packed}, {gaps.to(at::kLong), {}}, {turned.to(at::kLong), packed}, {tied.to(at::kLong), {}}};
-  for (const int64_t window : {1, 2, 5, 16, 19, 36}) {
+  for (const int64_t window : {1, 5, 16, 36}) {
     for (size_t i = 0; i < described.size(); ++i) {
       const auto& [positions, documents] = described[i];
       const at::Tensor visible = in_window(positions.value_or(at::arange(length)), length, window, documents);
