@@ -1,6 +1,7 @@
 #include "cli/bench/attention.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <functional>
 #include <limits>
@@ -12,6 +13,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/randn.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
 
 #include "cli/bench/measure.h"
@@ -163,6 +165,28 @@ AttentionRow measure_packed(const AttentionCase& what, int64_t documents, const 
   for (int64_t left = rounds_of(limits, 2, first); left > 0; --left) {
     row.time_us = std::min(row.time_us, microseconds(what.device, tiles));
     row.other_us = std::min(row.other_us, microseconds(what.device, mask));
+  }
+  return row;
+}
+
+AttentionRow measure_window(const AttentionCase& what, int64_t window, const Limits& limits) {
+  nn::AttentionCore within(nn::AttentionReach{.window = window}), whole;
+  const at::Tensor visible = at::ones({what.length, what.length}, at::TensorOptions(what.device).dtype(at::kBool)).tril().triu(1 - window);
+  const auto in = inputs_of(what, what.length);
+  const auto mask = [&] {
+    const auto of = [&](size_t i) { return in[i].transpose(1, 2); };
+    at::scaled_dot_product_attention(of(0), of(1), of(2), visible, /*dropout_p=*/0, /*is_causal=*/false, /*scale=*/{}, what.heads != what.kv_heads)
+        .backward(of(3));
+  };
+  const std::array<std::function<void()>, 3> ways{[&] { within(in[0], in[1], in[2]).backward(in[3]); }, [&] { whole(in[0], in[1], in[2]).backward(in[3]); },
+                                                  mask};
+  AttentionRow row{.kind = "window", .dtype = dtype_name(what.dtype), .length = what.length, .heads = what.heads, .kv_heads = what.kv_heads, .window = window};
+  const std::array<double*, 3> times{&row.time_us, &row.whole_us, &row.other_us};
+  double first = 0;
+  for (const auto& way : ways) first += microseconds(what.device, way);
+  for (double* time : times) *time = std::numeric_limits<double>::infinity();
+  for (int64_t left = rounds_of(limits, 3, first); left > 0; --left) {
+    for (size_t i = 0; i < ways.size(); ++i) *times[i] = std::min(*times[i], microseconds(what.device, ways[i]));
   }
   return row;
 }

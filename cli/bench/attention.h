@@ -29,13 +29,15 @@ struct AttentionCase {
 /// One line of what was measured; which fields mean something says `kind`.
 ///   attention  forward and backward of one causal core over `ranks`, by `method`, beside the whole of it on one rank
 ///   packed     the same sequence as `documents` of one length on one rank: as tiles, and with the mask that holds all scores
+///   window     one causal core on one rank that sees `window` positions, beside the whole sequence, and beside libtorch's attention with a mask that says so
 ///   memory     of what a block of LLaMA keeps for backward, the part of its attention, with the fused core and with all scores held
 struct AttentionRow {
   std::string kind = "attention", method{}, backend{}, dtype = "fp32";
-  int64_t length = 0, heads = 0, kv_heads = 0, documents = 1;
+  int64_t length = 0, heads = 0, kv_heads = 0, documents = 1, window = 0;
   int ranks = 1;
   double time_us = 0;      ///< least, of the slowest rank
-  double other_us = 0;     ///< attention: on one rank; packed: with the mask
+  double other_us = 0;     ///< attention: on one rank; packed, window: with the mask
+  double whole_us = 0;     ///< window: without one
   int64_t sent_bytes = 0;  ///< by a rank
   double fused = 0, unfused = 0;
 
@@ -49,6 +51,9 @@ std::vector<AttentionRow> measure_attention(const comm::World& world, comm::Reco
 
 /// On this rank alone, in turns.
 AttentionRow measure_packed(const AttentionCase& what, int64_t documents, const Limits& limits);
+
+/// The same of a window.
+AttentionRow measure_window(const AttentionCase& what, int64_t window, const Limits& limits);
 
 /// Of what a block of LLaMA (width 256, 4 heads of each kind, 704 inside) keeps between forward and backward of packed documents, the part that its attention
 /// core keeps, queries, keys and values among it. On meta.

@@ -36,6 +36,16 @@ std::string packed_table(const std::vector<AttentionRow>& rows) {
   return lines.size() == 1 ? "" : "\nPacked documents on one device\n\n" + format_columns(lines);
 }
 
+std::string window_table(const std::vector<AttentionRow>& rows) {
+  std::vector<std::vector<std::string>> lines{{"length", "window", "ms", "whole sequence, ms", "masked, ms", "over the whole", "over the mask"}};
+  for (const AttentionRow& row : rows) {
+    if (row.kind != "window") continue;
+    lines.push_back({std::to_string(row.length), std::to_string(row.window), in_milliseconds(row.time_us), in_milliseconds(row.whole_us),
+                     in_milliseconds(row.other_us), fmt::format("{:.1f}", row.whole_us / row.time_us), fmt::format("{:.1f}", row.other_us / row.time_us)});
+  }
+  return lines.size() == 1 ? "" : "\nSliding windows on one device\n\n" + format_columns(lines);
+}
+
 std::string memory_table(const std::vector<AttentionRow>& rows) {
   std::vector<std::vector<std::string>> lines{{"length", "fused", "all scores held"}};
   for (const AttentionRow& row : rows) {
@@ -57,6 +67,13 @@ std::string json_lines(const std::vector<AttentionRow>& rows) {
       json.update({{"dtype", row.dtype}, {"heads", row.heads}, {"kv_heads", row.kv_heads}, {"time_us", row.time_us}});
     }
     if (row.kind == "packed") json.update({{"documents", row.documents}, {"mask_us", row.other_us}, {"mask_over_tiles", row.other_us / row.time_us}});
+    if (row.kind == "window") {
+      json.update({{"window", row.window},
+                   {"whole_us", row.whole_us},
+                   {"mask_us", row.other_us},
+                   {"whole_over_window", row.whole_us / row.time_us},
+                   {"mask_over_window", row.other_us / row.time_us}});
+    }
     if (row.kind == "attention") {
       json.update({{"method", row.method},
                    {"backend", row.backend},
@@ -86,9 +103,11 @@ std::vector<AttentionRow> read_attention_rows(const std::vector<std::string>& li
     read("heads", row.heads);
     read("kv_heads", row.kv_heads);
     read("documents", row.documents);
+    read("window", row.window);
+    read("whole_us", row.whole_us);
     read("ranks", row.ranks);
     read("time_us", row.time_us);
-    read(row.kind == "packed" ? "mask_us" : "one_us", row.other_us);
+    read(row.kind == "attention" ? "one_us" : "mask_us", row.other_us);
     read("sent_bytes", row.sent_bytes);
     read("fused", row.fused);
     read("unfused", row.unfused);
@@ -96,7 +115,7 @@ std::vector<AttentionRow> read_attention_rows(const std::vector<std::string>& li
   return rows;
 }
 
-std::string format_table(const std::vector<AttentionRow>& rows) { return attention_table(rows) + packed_table(rows) + memory_table(rows); }
+std::string format_table(const std::vector<AttentionRow>& rows) { return attention_table(rows) + packed_table(rows) + window_table(rows) + memory_table(rows); }
 
 std::string plot(const std::vector<AttentionRow>& rows) {
   constexpr double margin = 24, legend_width = 190, legend_line = 18;

@@ -18,7 +18,7 @@ namespace {
 using bench::AttentionCase;
 using bench::AttentionRow;
 
-constexpr int64_t most_length = 1 << 20, packed_length = 2048;
+constexpr int64_t most_length = 1 << 20, packed_length = 2048, windowed_length = 4096;
 
 /// What to measure, shortest first, after every check that needs no process.
 std::vector<AttentionCase> cases_of(const BenchCpFlags& flags, int ranks) {
@@ -56,9 +56,11 @@ std::vector<AttentionRow> measure_attentions(const BenchCpFlags& flags, std::vec
       for (auto& row : bench::measure_attention(world, *recorder, what, limits)) rows.push_back(std::move(row));
     }
     if (world.rank() > 0) return;
-    AttentionCase packed = cases.front();
-    packed.length = std::min(cases.back().length, packed_length);
-    for (const int64_t documents : {4, 32}) rows.push_back(bench::measure_packed(packed, documents, limits));
+    AttentionCase one = cases.front();
+    one.length = std::min(cases.back().length, packed_length);
+    for (const int64_t documents : {4, 32}) rows.push_back(bench::measure_packed(one, documents, limits));
+    one.length = std::min(cases.back().length, windowed_length);
+    for (const int64_t part : {32, 8}) rows.push_back(bench::measure_window(one, std::max<int64_t>(one.length / part, 1), limits));
     for (const int64_t length : {1024, 4096, 16384, 65536}) {
       rows.push_back({.kind = "memory",
                       .length = length,

@@ -216,11 +216,15 @@ std::string dtype_text(at::ScalarType dtype) {
 Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& source, const fs::path& out, const ExportOptions& options) {
   const ModelConfig model = options.upcycling ? upcycled(source, *options.upcycling) : source;
   const auto families = hugging_face_families();
-  const auto family = std::find_if(families.begin(), families.end(), [&](const auto& each) { return each.family == model.family; });
+  std::string other;
+  const auto family = std::find_if(families.begin(), families.end(), [&](const auto& each) {
+    if (each.family != model.family) return false;
+    other = each.refusal == nullptr ? "" : each.refusal(model);
+    return other.empty();
+  });
+  require(other.empty(), other, "; ", checkpoint.string(), " cannot be converted");
   require(family != families.end(), "model.family = ", model.family, ": Hugging Face has no such model, so ", checkpoint.string(), " cannot be converted");
   require(!is_there(out) && !fs::is_symlink(out), out.string(), ": exists already; name a folder that does not");
-  const std::string other = family->refusal == nullptr ? "" : family->refusal(model);
-  require(other.empty(), other, "; ", checkpoint.string(), " cannot be converted");
   const Manifest manifest = read_or_name_another([&] { return read_manifest(checkpoint); });
   const auto table = options.upcycling ? upcycled_table(family->table(model)) : family->table(model);
   const auto plan = plan_tensors(file_tensors(table), manifest, checkpoint, options);

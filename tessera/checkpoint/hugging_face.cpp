@@ -37,8 +37,6 @@ void refuse_other_numbers(const HuggingFaceConfig& config) {
     require(!value, config.file().string(), ": ", key, " = ", value.value_or(nullptr).dump(), ": ", what);
   };
   refuse("quantization_config", "quantized weights are not supported; give the weights as fp32, fp16 or bf16, without it");
-  if (config.find<bool>("use_sliding_window").value_or(true))
-    refuse("sliding_window", "attention here sees the whole sequence; remove it where the model does too");
   config.expect("partial_rotary_factor", 1.0, 1.0);
 }
 
@@ -74,7 +72,7 @@ int64_t HuggingFaceConfig::size(const std::string& key, int64_t most) const {
   return *value;
 }
 
-std::vector<HuggingFaceFamily> hugging_face_families() { return {llama_family(), gpt2_family(), mixtral_family()}; }
+std::vector<HuggingFaceFamily> hugging_face_families() { return {llama_family(), mistral_family(), gpt2_family(), mixtral_family()}; }
 
 std::vector<FileTensor> file_tensors(const std::vector<HuggingFaceTensor>& table) {
   std::vector<FileTensor> tensors;

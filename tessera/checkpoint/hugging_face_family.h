@@ -36,6 +36,9 @@ class HuggingFaceConfig {
     }
   }
 
+  /// Whether the key is there, be it null.
+  bool contains(const std::string& key) const { return json_.contains(key); }
+
   /// A size: present, and from 1 to `most`.
   int64_t size(const std::string& key, int64_t most = 1'000'000'000) const;
 
@@ -58,7 +61,7 @@ inline constexpr int64_t kMostLayers = 10'000;
 
 /// What there is to know about a family of Hugging Face models.
 struct HuggingFaceFamily {
-  std::string family;        ///< ours
+  std::string family;        ///< ours; of several, the first that can compute a model writes it
   std::string model_type;    ///< theirs
   std::string architecture;  ///< theirs, with a language-model head
   std::string prefix;        ///< of all names but the head's, which files saved without the head lack; empty: none do
@@ -72,12 +75,17 @@ struct HuggingFaceFamily {
 };
 
 const HuggingFaceFamily& llama_family();
+const HuggingFaceFamily& mistral_family();
 const HuggingFaceFamily& gpt2_family();
 const HuggingFaceFamily& mixtral_family();
 
 /// What LLaMA and the families that share its blocks have in common: the keys of config.json, and the rows of the table but for the feed-forward layers, which
 /// `feed_forward(layer, table)` adds in their place.
 ModelConfig read_llama_config(const HuggingFaceConfig& config);
+/// Positions that attention sees, as `sliding_window` says: null is none, and an absent one `absent`.
+int64_t read_sliding_window(const HuggingFaceConfig& config, int64_t absent);
+/// For families whose class sees the whole sequence, whatever the file says.
+void refuse_sliding_window(const HuggingFaceConfig& config, const std::string& architecture);
 nlohmann::json write_llama_config(const ModelConfig& model);
 std::vector<HuggingFaceTensor> make_llama_rows(const ModelConfig& model, const std::function<void(int64_t, std::vector<HuggingFaceTensor>&)>& feed_forward);
 bool is_ignorable_in_llama(const std::string& name);

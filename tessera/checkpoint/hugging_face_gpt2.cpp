@@ -6,6 +6,7 @@ namespace tessera::checkpoint {
 namespace {
 
 ModelConfig read_gpt2_config(const HuggingFaceConfig& config) {
+  refuse_sliding_window(config, "GPT2LMHeadModel");
   config.expect<std::string>("activation_function", "gelu_new", "gelu_new");
   config.expect("scale_attn_weights", true, true);
   config.expect("scale_attn_by_inverse_layer_idx", false, false);
@@ -81,11 +82,15 @@ std::vector<HuggingFaceTensor> make_gpt2_table(const ModelConfig& model) {
 /// Causal masks, which published files carry as if they were parameters.
 bool is_ignorable_in_gpt2(const std::string& name) { return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias"); }
 
+std::string refuse_gpt2_windows(const ModelConfig& model) {
+  return model.sliding_window == 0 ? "" : fmt::format("model.sliding_window = {}: their GPT-2 sees the whole sequence", model.sliding_window);
+}
+
 }  // namespace
 
 const HuggingFaceFamily& gpt2_family() {
   static const HuggingFaceFamily family{
-      "gpt2", "gpt2", "GPT2LMHeadModel", "transformer.", read_gpt2_config, write_gpt2_config, make_gpt2_table, is_ignorable_in_gpt2};
+      "gpt2", "gpt2", "GPT2LMHeadModel", "transformer.", read_gpt2_config, write_gpt2_config, make_gpt2_table, is_ignorable_in_gpt2, refuse_gpt2_windows};
   return family;
 }
 

@@ -59,6 +59,18 @@ ModelConfig read_llama_config(const HuggingFaceConfig& config) {
   return model;
 }
 
+int64_t read_sliding_window(const HuggingFaceConfig& config, int64_t absent) {
+  if (!config.contains("sliding_window")) return absent;
+  if (!config.find<int64_t>("sliding_window") || !config.find<bool>("use_sliding_window").value_or(true)) return 0;
+  return config.size("sliding_window");
+}
+
+void refuse_sliding_window(const HuggingFaceConfig& config, const std::string& architecture) {
+  const int64_t window = read_sliding_window(config, 0);
+  require(window == 0, config.file().string(), ": sliding_window = ", window, ": their ", architecture, " does not look at it and sees the whole sequence; ",
+          "remove it, or, where a model of LLaMA's blocks was trained with it, set architectures to MistralForCausalLM and model_type to mistral");
+}
+
 nlohmann::json write_llama_config(const ModelConfig& model) {
   return {{"hidden_size", model.dim},
           {"num_hidden_layers", model.layers},
@@ -117,11 +129,45 @@ std::vector<HuggingFaceTensor> make_llama_table(const ModelConfig& model) {
   });
 }
 
+ModelConfig read_windowless_config(const HuggingFaceConfig& config) {
+  refuse_sliding_window(config, "LlamaForCausalLM");
+  return read_llama_config(config);
+}
+
+/// A LLaMA with a window. What a file leaves out is what their class takes for it.
+ModelConfig read_mistral_config(const HuggingFaceConfig& config) {
+  constexpr int64_t kKeyHeads = 8, kWindow = 4096;
+  ModelConfig model = read_llama_config(config);
+  if (!config.contains("num_key_value_heads")) model.kv_heads = kKeyHeads;
+  require(!config.contains("layer_types"), config.file().string(), ": layer_types is not supported: here all layers of a model have one window; ",
+          "their MistralForCausalLM does not look at it either, so remove it where sliding_window says all");
+  model.sliding_window = read_sliding_window(config, kWindow);
+  return model;
+}
+
+nlohmann::json write_mistral_config(const ModelConfig& model) {
+  nlohmann::json config = write_llama_config(model);
+  config.erase("mlp_bias");
+  config.erase("attention_bias");
+  config["sliding_window"] = model.sliding_window;
+  return config;
+}
+
+std::string refuse_windows(const ModelConfig& model) {
+  return model.sliding_window == 0 ? "" : fmt::format("model.sliding_window = {}: their Llama sees the whole sequence", model.sliding_window);
+}
+
 }  // namespace
 
 const HuggingFaceFamily& llama_family() {
   static const HuggingFaceFamily family{
-      "llama", "llama", "LlamaForCausalLM", "", read_llama_config, write_llama_config, make_llama_table, is_ignorable_in_llama};
+      "llama", "llama", "LlamaForCausalLM", "", read_windowless_config, write_llama_config, make_llama_table, is_ignorable_in_llama, refuse_windows};
+  return family;
+}
+
+const HuggingFaceFamily& mistral_family() {
+  static const HuggingFaceFamily family{
+      "llama", "mistral", "MistralForCausalLM", "", read_mistral_config, write_mistral_config, make_llama_table, is_ignorable_in_llama};
   return family;
 }
 

@@ -11,6 +11,7 @@ ModelConfig read_mixtral_config(const HuggingFaceConfig& config) {
   model.norm_eps = config.find<double>("rms_norm_eps").value_or(1e-5);
   if (!config.find<double>("rope_theta") && !config.find<nlohmann::json>("rope_parameters")) model.rope_theta = 1e6;
   config.expect("router_jitter_noise", 0.0, 0.0);
+  model.sliding_window = read_sliding_window(config, 0);
   const char* const experts = config.find<int64_t>("num_experts") ? "num_experts" : "num_local_experts";  // as transformers 5 and 4 call them
   model.experts = config.size(experts, kMostExperts);
   model.experts_per_token = config.size("num_experts_per_tok", model.experts);
@@ -22,7 +23,7 @@ nlohmann::json write_mixtral_config(const ModelConfig& model) {
   config.erase("mlp_bias");
   config["num_local_experts"] = model.experts;
   config["num_experts_per_tok"] = model.experts_per_token;
-  config["sliding_window"] = nullptr;
+  config["sliding_window"] = model.sliding_window == 0 ? nlohmann::json() : nlohmann::json(model.sliding_window);
   return config;
 }
 

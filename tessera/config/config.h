@@ -105,6 +105,9 @@ bool updates_within_steps(const Config& config, int pipeline_ranks);
 /// Of `cp` ranks that share sequences, how many neighbours exchange columns for heads (context.method): all, some with a ring across them, or 1, none.
 int ulysses_ranks(const Config& config, int cp, int tp);
 
+/// Whether each of `cp` ranks holds one part of a sequence (context.balance); else one of its head and one of its tail.
+bool holds_one_part(const Config& config, int cp);
+
 /// What context.* asks of a model whose sequences of `seq_len` tokens, which `knob` gave, are cut over `cp` ranks. Throws ConfigError.
 void validate_context(const Config& config, int64_t seq_len, const std::string& knob, int cp, int tp);
 

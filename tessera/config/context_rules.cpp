@@ -27,6 +27,12 @@ int ulysses_ranks(const Config& config, int cp, int tp) {
   return most;
 }
 
+bool holds_one_part(const Config& config, int cp) {
+  if (config.context.balance != "auto") return config.context.balance == "contiguous";
+  // Every query sees as many keys, but the first ones, and those lie with this rank and the one before.
+  return config.model.sliding_window > 0 && config.model.sliding_window <= config.data.seq_len / cp;
+}
+
 void validate_context(const Config& config, int64_t seq_len, const std::string& knob, int cp, int tp) {
   const ContextConfig& context = config.context;
   require(context.ulysses >= 0, "context.ulysses = ", context.ulysses, ": expected a divisor of mesh.cp, or 0 for the largest below it that has heads");

@@ -23,6 +23,7 @@
   X(std::optional<int64_t>, ffn_dim, std::nullopt, unset("llama: 8/3 dim, rounded up to 64; gpt2, mlp: 4 dim"), "Width inside the feed-forward layers.")  \
   X(int64_t, vocab_size, 0, any(), "Rows of the embedding; at least the tokenizer's number of ids (`byte`: 256 where not given).")                        \
   X(std::optional<int64_t>, max_seq_len, std::nullopt, unset("data.seq_len; with from_hf the file's"), "Longest sequence the model can take, in tokens.") \
+  X(int64_t, sliding_window, 0, any(), "Positions that attention sees: a token's own and those before it; 0: all of them.")                               \
   X(bool, tie_embeddings, false, any(), "The output head shares its weight with the token embedding.")                                                    \
   X(double, rope_theta, 10000.0, any(), "Base of the rotary embedding's wavelengths.")                                                                    \
   X(double, norm_eps, 1e-5, any(), "Added to the variance in every norm.")                                                                                \
@@ -126,8 +127,9 @@
     "How attention reaches the keys and values of other ranks: in a ring, by an exchange of columns for heads, by both, in a ring of whole rows of "     \
     "scores, or gathered.")                                                                                                                              \
   X(int, ulysses, 0, any(), "`ulysses_ring`: neighbouring ranks of `mesh.cp` that exchange columns for heads; the ring goes across. Divides `mesh.cp`.") \
-  X(std::string, balance, "head_tail", one_of("head_tail, contiguous"),                                                                                  \
-    "Which columns a rank holds: a part of the sequence's first half and its mirror image of the second, so that causal work is even, or one part.")
+  X(std::string, balance, "auto", one_of("auto, head_tail, contiguous"),                                                                                 \
+    "Which columns a rank holds: a part of the sequence's first half and its mirror image of the second, so that causal work is even, or one part; "     \
+    "`auto`: one part where `model.sliding_window` is no longer than it, for work is then even, too.")
 
 #define TESSERA_PIPELINE_FIELDS(X)                                                                                                                            \
   X(std::string, schedule, "1f1b",                                                                                                                            \

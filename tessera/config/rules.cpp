@@ -139,6 +139,9 @@ void validate_model(const ModelConfig& model) {
     require(!is_rotary(model) || model.dim / model.heads % 2 == 0, "model.heads = ", model.heads,
             ": rotary embedding needs an even head size, and model.dim / model.heads is ", model.dim / model.heads, "; change model.dim or model.heads");
   }
+  at_least("model.sliding_window", model.sliding_window, 0);
+  require(model.sliding_window == 0 || has_attention(model), "model.sliding_window = ", model.sliding_window, ": model.family = ", model.family,
+          " treats each token by itself, so it sees no other; leave model.sliding_window out");
   validate_experts(model);
 }
 

@@ -20,7 +20,7 @@ class AllGather : public Method {
   AllGather(comm::Group group, const Sequence& sequence)
       : group_(std::move(group)),
         cut_(sequence.cut()),
-        tiles_(nn::attention_tiles(sequence.columns(cut_.runs[static_cast<size_t>(group_.rank())]), sequence.columns({{0, cut_.length}}), sequence.causal())) {}
+        tiles_(nn::attention_tiles(sequence.columns(cut_.runs[static_cast<size_t>(group_.rank())]), sequence.columns({{0, cut_.length}}), sequence.reach())) {}
 
   Result forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const override {
     const at::Tensor whole = gathered(k, v);

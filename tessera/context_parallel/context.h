@@ -39,18 +39,19 @@ struct Context {
 /// The sequence that one call of a core attends to: what every rank holds of it.
 class Sequence {
  public:
-  Sequence(SequenceCut cut, bool causal) : cut_(std::move(cut)), causal_(causal) {}
+  Sequence(SequenceCut cut, const nn::AttentionReach& reach) : cut_(std::move(cut)), reach_(reach) {}
   /// Packed documents.
-  Sequence(SequenceCut cut, bool causal, const GatheredDocuments& documents) : cut_(std::move(cut)), causal_(causal), documents_(&documents) {}
+  Sequence(SequenceCut cut, const nn::AttentionReach& reach, const GatheredDocuments& documents)
+      : cut_(std::move(cut)), reach_(reach), documents_(&documents) {}
 
   const SequenceCut& cut() const { return cut_; }
-  bool causal() const { return causal_; }
+  const nn::AttentionReach& reach() const { return reach_; }
   /// What a tensor holds that has these columns of the sequence one after the other.
   nn::AttentionColumns columns(const std::vector<ColumnRun>& runs) const;
 
  private:
   SequenceCut cut_;
-  bool causal_;
+  nn::AttentionReach reach_;
   const GatheredDocuments* documents_ = nullptr;  ///< null: one document
 };
 

@@ -28,9 +28,9 @@ class Core : public nn::Interceptor {
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& /*next*/) override {
     const at::Tensor q = inputs[0].toTensor(), k = inputs[1].toTensor(), v = inputs[2].toTensor();
     check(module, q, k);
-    const bool causal = dynamic_cast<const nn::AttentionCoreImpl&>(module).causal();
+    const nn::AttentionReach reach = dynamic_cast<const nn::AttentionCoreImpl&>(module).reach();
     const bool packed = inputs.size() > 4 && inputs[4].isTensor();
-    const Sequence sequence = packed ? Sequence(*context_->cut, causal, context_->documents_of(inputs[4].toTensor())) : Sequence(*context_->cut, causal);
+    const Sequence sequence = packed ? Sequence(*context_->cut, reach, context_->documents_of(inputs[4].toTensor())) : Sequence(*context_->cut, reach);
     if (q.requires_grad() && at::GradMode::is_enabled()) context_->group.in_backward().by_graphs = true;
     return {run(sequence, q, k, v)};
   }
@@ -44,7 +44,7 @@ class Core : public nn::Interceptor {
         return attend(all_gather_method(group, sequence), q, k, v);
       case ContextMethod::RingFull: {
         auto [ring, columns] = ring_of(sequence, /*inner=*/1);
-        return attend(ring_full_method(std::move(ring), std::move(columns), sequence.causal()), q, k, v);
+        return attend(ring_full_method(std::move(ring), std::move(columns), sequence.reach()), q, k, v);
       }
       case ContextMethod::Ring:
         return exchanged(sequence, 1, q, k, v);
@@ -59,7 +59,7 @@ class Core : public nn::Interceptor {
   /// Groups of `inner` neighbours exchange columns for heads, and those who then hold the same heads form a ring; either may be of one rank.
   at::Tensor exchanged(const Sequence& sequence, int inner, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
     auto [ring, columns] = ring_of(sequence, inner);
-    const auto method = ring_method(std::move(ring), std::move(columns), sequence.causal());
+    const auto method = ring_method(std::move(ring), std::move(columns), sequence.reach());
     if (inner == 1) return attend(method, q, k, v);
     const HeadDeal deal(sequence.cut(), neighbours(context_->group.rank() / inner, inner), context_->group.rank() % inner, q.size(2), k.size(2));
     const HeadTensors heads = to_heads(context_->group, deal, {q, k, v});

@@ -10,8 +10,8 @@ namespace {
 
 class RingAttention : public Method {
  public:
-  RingAttention(Ring ring, const std::vector<nn::AttentionColumns>& columns, bool causal)
-      : ring_(std::move(ring)), plan_(ring_plan(columns, ring_.place, causal)) {}
+  RingAttention(Ring ring, const std::vector<nn::AttentionColumns>& columns, const nn::AttentionReach& reach)
+      : ring_(std::move(ring)), plan_(ring_plan(columns, ring_.place, reach)) {}
 
   Result forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const override {
     TravellingBlocks blocks(ring_, {k, v});
@@ -36,7 +36,7 @@ class RingAttention : public Method {
       sums.end(step);
       blocks.advance(step);
     }
-    const at::Tensor own = sums.take();
+    const at::Tensor own = sums.take(plan_.back());
     return {.q = attention.finish(), .k = own[0].to(k.scalar_type()), .v = own[1].to(v.scalar_type())};
   }
 
@@ -47,8 +47,8 @@ class RingAttention : public Method {
 
 }  // namespace
 
-std::shared_ptr<const Method> ring_method(Ring ring, std::vector<nn::AttentionColumns> columns, bool causal) {
-  return std::make_shared<RingAttention>(std::move(ring), columns, causal);
+std::shared_ptr<const Method> ring_method(Ring ring, std::vector<nn::AttentionColumns> columns, const nn::AttentionReach& reach) {
+  return std::make_shared<RingAttention>(std::move(ring), columns, reach);
 }
 
 }  // namespace tessera::context

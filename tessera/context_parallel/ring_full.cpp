@@ -1,7 +1,6 @@
 #include <cmath>
 #include <limits>
 
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/matmul.h>
@@ -19,7 +18,8 @@ namespace {
 
 class RingFull : public Method {
  public:
-  RingFull(Ring ring, std::vector<nn::AttentionColumns> columns, bool causal) : ring_(std::move(ring)), plan_(ring_plan(columns, ring_.place, causal)) {}
+  RingFull(Ring ring, const std::vector<nn::AttentionColumns>& columns, const nn::AttentionReach& reach)
+      : ring_(std::move(ring)), plan_(ring_plan(columns, ring_.place, reach)) {}
 
   Result forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const override {
     const at::Tensor queries = grouped(q, k.size(2)) / std::sqrt(static_cast<double>(q.size(3)));
@@ -39,7 +39,7 @@ class RingFull : public Method {
     const int64_t groups = k.size(2);
     const double scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
     const at::Tensor &weights = forward.kept, queries = grouped(q, groups), gradient = grouped(grad_output, groups);
-    const at::Tensor d_weights = at::empty_like(weights);
+    const at::Tensor d_weights = at::zeros_like(weights);  // of blocks that never come, too
     const at::Tensor dv = each_sum(v, [&](const RingStep& step, const at::Tensor& values, const at::Tensor& share) {
       block_of(d_weights, step).copy_(at::matmul(gradient, grouped(values, groups).transpose(-2, -1)));
       share.add_(summed(at::matmul(block_of(weights, step).transpose(-2, -1), gradient)));
@@ -74,14 +74,18 @@ class RingFull : public Method {
   }
 
   static void copy_visible(const RingStep& step, const at::Tensor& to, const at::Tensor& from) {
-    for (const nn::AttentionTile& tile : step.tiles) {
-      const auto of = [&](const at::Tensor& x) {
-        const at::Tensor row = tile.row < 0 ? x : x.narrow(0, tile.row, 1);
-        return row.narrow(-2, tile.queries.begin, tile.queries.size).narrow(-1, tile.keys.begin, tile.keys.size);
-      };
-      const at::Tensor seen = tile.aligned ? of(from) + at::full_like(of(from), -std::numeric_limits<double>::infinity()).triu(1) : of(from);
-      of(to).copy_(seen);
+    for (const nn::AttentionTile& tiles : step.tiles) {
+      for (int64_t time = 0; time < tiles.times; ++time) copy_visible(tiles.single(time), to, from);
     }
+  }
+
+  static void copy_visible(const nn::AttentionTile& tile, const at::Tensor& to, const at::Tensor& from) {
+    const auto of = [&](const at::Tensor& x) {
+      const at::Tensor row = tile.row < 0 ? x : x.narrow(0, tile.row, 1);
+      return row.narrow(-2, tile.queries.begin, tile.queries.size).narrow(-1, tile.keys.begin, tile.keys.size);
+    };
+    const auto nothing = [&] { return at::full_like(of(from), -std::numeric_limits<double>::infinity()); };
+    of(to).copy_(tile.form == nn::TileForm::Whole ? of(from) : of(from) + (tile.form == nn::TileForm::UpTo ? nothing().triu(1) : nothing().tril(-1)));
   }
 
   template <class Use>
@@ -106,7 +110,7 @@ class RingFull : public Method {
       sums.end(step);
       blocks.advance(step);
     }
-    return sums.take()[0];
+    return sums.take(plan_.back())[0];
   }
 
   Ring ring_;
@@ -115,8 +119,8 @@ class RingFull : public Method {
 
 }  // namespace
 
-std::shared_ptr<const Method> ring_full_method(Ring ring, std::vector<nn::AttentionColumns> columns, bool causal) {
-  return std::make_shared<RingFull>(std::move(ring), std::move(columns), causal);
+std::shared_ptr<const Method> ring_full_method(Ring ring, std::vector<nn::AttentionColumns> columns, const nn::AttentionReach& reach) {
+  return std::make_shared<RingFull>(std::move(ring), columns, reach);
 }
 
 }  // namespace tessera::context

@@ -27,42 +27,49 @@ void draw_cell(Svg& svg, double left, double top, const RingStep& step, int64_t 
   svg.rect(left, top, kCell, kCell, kUnseen, fmt::format("{} pairs", step.pairs()));
   const auto x = [&](int64_t key) { return left + kCell * static_cast<double>(key) / static_cast<double>(keys); };
   const auto y = [&](int64_t query) { return top + kCell * static_cast<double>(query) / static_cast<double>(queries); };
-  for (const nn::AttentionTile& tile : step.tiles) {
-    const int64_t right = tile.keys.begin + tile.keys.size, bottom = tile.queries.begin + tile.queries.size;
-    const auto color = Svg::color(static_cast<size_t>(step.block));
-    if (tile.aligned) {
-      svg.polygon({{x(tile.keys.begin), y(tile.queries.begin)}, {x(right), y(bottom)}, {x(tile.keys.begin), y(bottom)}}, color);
+  const auto color = Svg::color(static_cast<size_t>(step.block));
+  const auto draw = [&](const nn::AttentionTile& tile) {
+    const double left_edge = x(tile.keys.begin), right = x(tile.keys.begin + tile.keys.size);
+    const double upper = y(tile.queries.begin), bottom = y(tile.queries.begin + tile.queries.size);
+    if (tile.form == nn::TileForm::Whole) {
+      svg.rect(left_edge, upper, right - left_edge, bottom - upper, color);
     } else {
-      svg.rect(x(tile.keys.begin), y(tile.queries.begin), x(right) - x(tile.keys.begin), y(bottom) - y(tile.queries.begin), color);
+      svg.polygon({{left_edge, upper}, {right, bottom}, tile.form == nn::TileForm::UpTo ? std::pair{left_edge, bottom} : std::pair{right, upper}}, color);
     }
+  };
+  for (const nn::AttentionTile& tiles : step.tiles) {
+    for (int64_t time = 0; time < tiles.times; ++time) draw(tiles.single(time));
   }
 }
 
 }  // namespace
 
-std::string ring_picture(const std::vector<nn::AttentionColumns>& columns, bool causal, const std::string& title) {
-  const int places = static_cast<int>(columns.size());
+std::string ring_picture(const std::vector<nn::AttentionColumns>& columns, const nn::AttentionReach& reach, const std::string& title) {
+  const int places = static_cast<int>(columns.size()), steps = static_cast<int>(ring_plan(columns, 0, reach).size());
   const double width = kPlanLeft + kPlaceWidth * places + 20;
-  Svg svg(width, level(places) + 46);
+  Svg svg(width, level(steps) + 46);
   svg.text(14, 20, title, {.size = 14, .bold = true});
   svg.text(14, 38, "colored: a block of keys and values, and what is seen of it; dark: its gradients, in backward", {.size = 11, .color = "#666666"});
-  for (int step = 0; step < places; ++step) {
+  for (int step = 0; step < steps; ++step) {
     if (step % 2 == 0) svg.rect(0, level(step) - 8, width, kStepHeight, "#f7f7f7");
     svg.text(14, level(step) + kCell / 2, fmt::format("step {}", step), {.color = "#666666"});
   }
-  svg.text(14, level(places) + 20, "home", {.color = "#666666"});
+  svg.text(14, level(steps) + 20, "home", {.color = "#666666"});
   for (int place = 0; place < places; ++place) {
     svg.text(middle(place), kPlanTop - 14, fmt::format("rank {}", place), {.anchor = "middle", .bold = true});
-    const auto plan = ring_plan(columns, place, causal);
-    for (int index = 0; index < places; ++index) {
+    const auto plan = ring_plan(columns, place, reach);
+    for (int index = 0; index < steps; ++index) {
       const RingStep& step = plan[static_cast<size_t>(index)];
       draw_cell(svg, middle(place) - kCell / 2, level(index), step, columns[static_cast<size_t>(place)].size(),
                 columns[static_cast<size_t>(step.block)].size());
-      const double to = middle((place + 1) % places), below = level(index) + kCell + 3;
-      if (step.keys_go_on) arrow(svg, middle(place) - 8, below, to - 8, level(index + 1) - 3, Svg::color(static_cast<size_t>(step.block)), 2);
-      if (step.sum_goes_on) arrow(svg, middle(place) + 8, below, to + 8, level(index + 1) - 3, kSumColor, 1);
+      const double below = level(index) + kCell + 3;
+      const auto arrow_to = [&](int other, double beside, std::string_view color, double wide) {
+        arrow(svg, middle(place) + beside, below, middle(other) + beside, level(index + 1) - 3, color, wide);
+      };
+      if (step.keys_go_on) arrow_to((place + 1) % places, -8, Svg::color(static_cast<size_t>(step.block)), 2);
+      if (step.sum_goes_on) arrow_to(step.sum_to, 8, kSumColor, 1);
     }
-    if (places > 1) svg.text(middle(place), level(places) + 20, fmt::format("dK, dV of {}", place), {.anchor = "middle"});
+    if (steps > 1) svg.text(middle(place), level(steps) + 20, fmt::format("dK, dV of {}", place), {.anchor = "middle"});
   }
   return svg.str();
 }

@@ -90,14 +90,14 @@ void TravellingSums::end(const RingStep& step) {
   }
   if (!step.sum_goes_on) return;
   sent_.wait();  // the other share's memory is the next step's
-  sent_ = comm::send_async(ring_.group, share_, ring_.next(), kSumTag);
+  sent_ = comm::send_async(ring_.group, share_, ring_.rank_of(step.sum_to), kSumTag);
   used_ = 1 - used_;
 }
 
-at::Tensor TravellingSums::take() {
-  if (ring_.places() > 1) {
+at::Tensor TravellingSums::take(const RingStep& last) {
+  if (last.own_comes_from >= 0) {
     coming_ = part_of(incoming_, ring_.place);
-    comm::recv(ring_.group, coming_, ring_.before(), kSumTag);
+    comm::recv(ring_.group, coming_, ring_.rank_of(last.own_comes_from), kSumTag);
     own_.add_(coming_);
     sent_.wait();
   }

@@ -22,8 +22,9 @@ struct Ring {
   bool overlap = true;
 
   int places() const { return static_cast<int>(ranks.size()); }
-  int next() const { return ranks[static_cast<size_t>((place + 1) % places())]; }
-  int before() const { return ranks[static_cast<size_t>((place + places() - 1) % places())]; }
+  int rank_of(int other) const { return ranks[static_cast<size_t>(other)]; }  ///< of a place
+  int next() const { return rank_of((place + 1) % places()); }
+  int before() const { return rank_of((place + places() - 1) % places()); }
 };
 
 /// Tensors [B, columns, K, D] of one shape but for the columns, which visit every place, all of a place in one message: m tensors, m u elements sent a step. In
@@ -61,8 +62,8 @@ class TravellingSums {
   at::Tensor operator[](size_t tensor) const { return share_[static_cast<int64_t>(tensor)]; }
   /// Adds what has come, and sends the sum on.
   void end(const RingStep& step);
-  /// The whole gradients of this place's own block, after the last step.
-  at::Tensor take();
+  /// The whole gradients of this place's own block, after the `last` step.
+  at::Tensor take(const RingStep& last);
 
  private:
   at::Tensor part_of(at::Tensor& memory, int block);

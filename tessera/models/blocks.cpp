@@ -53,7 +53,8 @@ SelfAttentionImpl::SelfAttentionImpl(const ModelConfig& config, bool bias)
       wq_(linear(config.dim, config.dim, bias, kInitStd)),
       wk_(linear(config.dim, config.kv_heads.value_or(config.heads) * head_dim_, bias, kInitStd)),
       wv_(linear(config.dim, config.kv_heads.value_or(config.heads) * head_dim_, bias, kInitStd)),
-      wo_(linear(config.dim, config.dim, bias, residual_std(config.layers))) {
+      wo_(linear(config.dim, config.dim, bias, residual_std(config.layers))),
+      core_(nn::AttentionReach{.window = config.sliding_window}) {
   register_module("wq", wq_);
   register_module("wk", wk_);
   register_module("wv", wv_);

@@ -42,8 +42,13 @@ int64_t num_active_parameters(const ModelConfig& config) {
   return num_parameters(config) - config.layers * idle;
 }
 
+double counted_keys(const ModelConfig& config, int64_t seq_len) {
+  const auto length = static_cast<double>(seq_len), window = static_cast<double>(config.sliding_window);
+  return config.sliding_window == 0 || window >= length ? length : 2 * window - window * window / length;
+}
+
 double model_flops_per_token(const ModelConfig& config, int64_t seq_len) {
-  const double attention = config.family == "mlp" ? 0.0 : 12.0 * static_cast<double>(config.layers * config.dim * seq_len);
+  const double attention = config.family == "mlp" ? 0.0 : 12.0 * static_cast<double>(config.layers * config.dim) * counted_keys(config, seq_len);
   return 6.0 * static_cast<double>(num_matmul_parameters(config)) + attention;
 }
 

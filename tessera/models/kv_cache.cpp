@@ -10,7 +10,9 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/core/host_read.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/attention.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/nn/tiled_attention.h"
 
@@ -30,15 +32,18 @@ struct Partial {
   at::Tensor lse;  ///< fp32 [B, S, H, 1]: log of the sum of exponentials of the scores
 };
 
-/// Queries before number `last_seen_from` do not see the last key.
-Partial attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t last_seen_from) {
-  const int64_t queries = q.size(1), keys = k.size(1);
+/// Of each query, the keys that it sees.
+Partial attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<ColumnRun>& seen) {
   std::vector<nn::AttentionTile> tiles;
-  const auto add = [&](int64_t first, int64_t count, int64_t seen) {
-    if (count > 0 && seen > 0) tiles.push_back({.queries = {first, count}, .keys = {0, seen}});
-  };
-  add(0, last_seen_from, keys - 1);
-  add(last_seen_from, queries - last_seen_from, keys);
+  for (size_t query = 0; query < seen.size(); ++query) {
+    if (seen[query].size == 0) continue;
+    const bool alike = query > 0 && seen[query] == seen[query - 1];
+    if (alike) {
+      ++tiles.back().queries.size;
+    } else {
+      tiles.push_back({.queries = {static_cast<int64_t>(query), 1}, .keys = seen[query]});
+    }
+  }
   nn::TiledAttention attention(q);
   attention.add(k, v, tiles);
   const auto [out, lse] = attention.finish();
@@ -63,14 +68,22 @@ class KvCache::Layer : public nn::Interceptor {
  public:
   explicit Layer(std::shared_ptr<const State> state) : state_(std::move(state)), kept_(static_cast<size_t>(state_->places)) {}
 
-  nn::Values call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) override {
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     if (state_->place < 0) return next(std::move(inputs));
     Kept& kept = kept_.at(static_cast<size_t>(state_->place));
-    if (state_->columns.size() == 1 || state_->begin == 0) kept.columns = state_->begin;
+    const int64_t window = dynamic_cast<const nn::AttentionCoreImpl&>(module).reach().window;
+    forget(kept, window);
     const at::Tensor q = inputs[0].toTensor(), k = inputs[1].toTensor(), v = inputs[2].toTensor();
-    if (state_->columns.size() > 1 && state_->read == Read::Whole) return {attend_together(kept, q, k, v)};
-    const auto [keys, values] = extend(kept, k, v);
-    if (state_->read == Read::Part) return next(std::move(inputs));  // which reaches the other parts
+    if (state_->columns.size() > 1 && state_->read == Read::Whole) return {attend_together(kept, q, k, v, window)};
+    if (state_->read == Read::Part) {
+      extend(kept, k, v, 0);
+      if (window > 0) {
+        const auto positions = host_read_all(inputs[3].toTensor(), /*dry_answer=*/0);
+        kept.positions.assign(positions.begin(), positions.end());
+      }
+      return next(std::move(inputs));  // which reaches the other parts
+    }
+    const auto [keys, values] = extend(kept, k, v, window);
     inputs[1] = keys;
     inputs[2] = values;
     inputs[3] = c10::IValue();  // positions: the columns are all there, in order
@@ -79,36 +92,79 @@ class KvCache::Layer : public nn::Interceptor {
 
  private:
   struct Kept {
-    at::Tensor keys, values;  ///< [rows, room, K, D]
-    int64_t columns = 0;      ///< that are there
+    at::Tensor keys, values;         ///< [rows, room, K, D]
+    int64_t columns = 0;             ///< that are there
+    int64_t gone = 0;                ///< on one rank: those before them, which no window reaches
+    std::vector<int64_t> positions;  ///< over several ranks, with a window: theirs, ascending
   };
 
-  int64_t room() const {
-    const int64_t ranks = state_->columns.size();
-    return ranks == 1 ? state_->capacity : (state_->capacity + ranks - 1) / ranks + 2;
+  /// What lies behind the beginning of what is read now.
+  void forget(Kept& kept, int64_t window) const {
+    const int64_t begin = state_->begin;
+    if (begin == 0) {
+      kept.columns = kept.gone = 0;
+      kept.positions.clear();
+    } else if (state_->columns.size() == 1) {
+      require(kept.gone == 0 || begin - kept.gone >= window - 1, "KvCache: what follows ", begin, " tokens sees the ", window - 1, " before it, and the first ",
+              kept.gone, " are let go of, for model.sliding_window = ", window, " had passed them; read again from the beginning");
+      kept.columns = begin - kept.gone;
+    }
   }
 
-  /// With the new ones, all that are there.
-  std::pair<at::Tensor, at::Tensor> extend(Kept& kept, const at::Tensor& k, const at::Tensor& v) {
-    const int64_t begin = kept.columns, added = k.size(1);
-    const auto extended = [&](at::Tensor& all, const at::Tensor& some) {
-      const bool other_rows = all.defined() && begin == 0 && all.size(0) != some.size(0);
-      if (!all.defined() || other_rows) all = at::empty({some.size(0), room(), some.size(2), some.size(3)}, some.options());
-      all.narrow(1, begin, added).copy_(some);
-      return all.narrow(1, 0, begin + added);
+  int64_t room(int64_t window) const {
+    const int64_t ranks = state_->columns.size();
+    if (ranks > 1) return (state_->capacity + ranks - 1) / ranks + 2;
+    return window > 0 ? std::min(state_->capacity, 2 * window) : state_->capacity;
+  }
+
+  /// With the new ones, all that are there, or, with a `window`, all that these see.
+  std::pair<at::Tensor, at::Tensor> extend(Kept& kept, const at::Tensor& k, const at::Tensor& v, int64_t window) {
+    const int64_t most = room(window), added = k.size(1);
+    for (auto* const all : {&kept.keys, &kept.values}) {
+      const bool other_rows = all->defined() && kept.columns == 0 && all->size(0) != k.size(0);
+      if (!all->defined() || other_rows) *all = at::empty({k.size(0), most, k.size(2), k.size(3)}, k.options());
+    }
+    // Room is for two windows: what stays moves once in the tokens of one.
+    const bool moves = kept.columns + added > most;
+    const int64_t before = moves ? std::min(kept.columns, window - 1) : kept.columns, from = kept.columns - before;
+    if (before + added > most) {  // more than stay: seen from where they are
+      const int64_t stay = std::min(before + added, window - 1);
+      const auto extended = [&](const at::Tensor& all, const at::Tensor& some) {
+        at::Tensor both = at::cat({all.narrow(1, from, before), some}, 1);
+        all.narrow(1, 0, stay).copy_(both.narrow(1, before + added - stay, stay));
+        return both;
+      };
+      std::pair seen{extended(kept.keys, k), extended(kept.values, v)};
+      kept.gone += kept.columns + added - stay;
+      kept.columns = stay;
+      return seen;
+    }
+    const auto extended = [&](const at::Tensor& all, const at::Tensor& some) {
+      if (from > 0) all.narrow(1, 0, before).copy_(all.narrow(1, from, before).clone());
+      all.narrow(1, before, added).copy_(some);
+      return all.narrow(1, 0, before + added);
     };
-    kept.columns += added;
+    kept.gone += from;
+    kept.columns = before + added;
     return {extended(kept.keys, k), extended(kept.values, v)};
   }
 
   /// All ranks have these few columns, and each its part of those before them. Each of them is kept by the next rank in turn.
-  at::Tensor attend_together(Kept& kept, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  at::Tensor attend_together(Kept& kept, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window) {
     const int64_t ranks = state_->columns.size(), columns = q.size(1), place = (state_->columns.rank() + ranks - state_->begin % ranks) % ranks;
     invariant(columns <= ranks, "KvCache: ", columns, " columns for ", ranks, " ranks, which would read a part of them each");
     const bool keeps = place < columns;
     const auto own = [&](const at::Tensor& x) { return keeps ? x.narrow(1, place, 1) : x.narrow(1, 0, 0); };
-    const auto [keys, values] = extend(kept, own(k), own(v));
-    return merge(state_->columns, attend(q, keys, values, keeps ? place : 0)).to(q.scalar_type());
+    const auto [keys, values] = extend(kept, own(k), own(v), 0);
+    if (window > 0 && keeps) kept.positions.push_back(state_->begin + place);
+    std::vector<ColumnRun> seen;
+    for (int64_t query = 0; query < columns; ++query) {
+      const int64_t end = kept.columns - (keeps && query < place ? 1 : 0);  // the newest is behind those before it
+      const auto passed = std::ranges::upper_bound(kept.positions, state_->begin + query - window) - kept.positions.begin();
+      const int64_t first = window > 0 ? std::min<int64_t>(passed, end) : 0;
+      seen.push_back({first, end - first});
+    }
+    return merge(state_->columns, attend(q, keys, values, seen)).to(q.scalar_type());
   }
 
   std::shared_ptr<const State> state_;

@@ -1,5 +1,6 @@
 #include "tessera/nn/attention.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -61,11 +62,13 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
 namespace {
 
 /// [1 or B, 1, S, L]: which keys a query sees.
-at::Tensor visible_keys(int64_t queries, int64_t keys, bool causal, const std::optional<at::Tensor>& positions, const std::optional<at::Tensor>& document_ids,
-                        at::Device device) {
+at::Tensor visible_keys(int64_t queries, int64_t keys, const AttentionReach& reach, const std::optional<at::Tensor>& positions,
+                        const std::optional<at::Tensor>& document_ids, at::Device device) {
   const at::Tensor places = positions ? *positions : consecutive(0, keys, device);
-  at::Tensor visible = places.narrow(0, keys - queries, queries).unsqueeze(1).ge(places.unsqueeze(0));
-  if (!causal) visible = at::ones_like(visible);
+  const at::Tensor own = places.narrow(0, keys - queries, queries).unsqueeze(1), others = places.unsqueeze(0);
+  at::Tensor visible = own.ge(others);
+  if (!reach.causal) visible = at::ones_like(visible);
+  if (reach.window > 0) visible = visible.bitwise_and((own - others).lt(reach.window));
   visible = visible.unsqueeze(0).unsqueeze(0);
   return document_ids ? visible.bitwise_and(document_ids->unsqueeze(2).eq(document_ids->unsqueeze(1)).unsqueeze(1)) : visible;
 }
@@ -74,10 +77,10 @@ at::Tensor visible_keys(int64_t queries, int64_t keys, bool causal, const std::o
 at::Tensor reordered(const at::Tensor& x, const at::Tensor& index) { return x.flatten(0, 1).index_select(0, index).view_as(x); }
 
 /// Attention among the columns that positions and documents describe: brought into order where they are not, so that each document is one tile.
-at::Tensor ordered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, const std::optional<at::Tensor>& positions,
-                             const std::optional<at::Tensor>& document_ids) {
-  const ColumnOrder order = column_order(q.size(0), q.size(1), positions, document_ids);
-  auto tiles = attention_tiles(order.columns, order.columns, causal);
+at::Tensor ordered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionReach& reach,
+                             const std::optional<at::Tensor>& positions, const std::optional<at::Tensor>& document_ids) {
+  const ColumnOrder order = column_order(q.size(0), q.size(1), positions, document_ids, /*distances=*/reach.window > 0);
+  auto tiles = attention_tiles(order.columns, order.columns, reach);
   if (order.index.empty()) return tiled_attention(q, k, v, std::move(tiles));
   const at::Tensor index = at::tensor(order.index, at::kLong).to(q.device()), back = at::argsort(index);
   return reordered(tiled_attention(reordered(q, index), reordered(k, index), reordered(v, index), std::move(tiles)), back);
@@ -85,22 +88,26 @@ at::Tensor ordered_attention(const at::Tensor& q, const at::Tensor& k, const at:
 
 }  // namespace
 
-at::Tensor AttentionCoreImpl::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& positions,
+at::Tensor AttentionCoreImpl::forward(const at::Tensor& q, const at::Tensor& all_k, const at::Tensor& all_v, const std::optional<at::Tensor>& positions,
                                       const std::optional<at::Tensor>& document_ids) {
-  if (bypassed(*this)) return call(*this, q, k, v, positions, document_ids);
-  const int64_t queries = q.size(1), keys = k.size(1);
-  require(queries <= keys, "attention '", path(), "': ", queries, " queries cannot be the last of ", keys, " keys");
-  const bool described = (positions && causal_) || document_ids;
-  if (!described && (queries == keys || queries == 1 || !causal_)) {
-    return kernels::flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal_ && queries == keys).transpose(1, 2);
+  if (bypassed(*this)) return call(*this, q, all_k, all_v, positions, document_ids);
+  const int64_t queries = q.size(1), keys = std::min(all_k.size(1), reach_.window > 0 ? queries + reach_.window - 1 : all_k.size(1));
+  require(queries <= all_k.size(1), "attention '", path(), "': ", queries, " queries cannot be the last of ", all_k.size(1), " keys");
+  const bool described = (positions && reach_.causal) || document_ids;
+  require(!described || queries == all_k.size(1), "attention '", path(), "': positions and document ids describe queries and keys alike, but there are ",
+          queries, " and ", all_k.size(1));
+  const auto seen = [&](const at::Tensor& x) { return x.size(1) == keys ? x : x.narrow(1, x.size(1) - keys, keys); };  // others are before all windows
+  const at::Tensor k = seen(all_k), v = seen(all_v);
+  AttentionReach reach = reach_;
+  if (keys <= reach.window && !positions) reach.window = 0;  // which no sequence of so few keys reaches
+  if (!described && reach.window == 0 && (queries == keys || queries == 1 || !reach.causal)) {
+    return kernels::flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), reach.causal && queries == keys).transpose(1, 2);
   }
-  require(!described || queries == keys, "attention '", path(), "': positions and document ids describe queries and keys alike, but there are ", queries,
-          " and ", keys);
   if (kernels::kernel_choice() == kernels::KernelChoice::Reference) {
-    return masked_attention(q, k, v, visible_keys(queries, keys, causal_, positions, document_ids, q.device()));
+    return masked_attention(q, k, v, visible_keys(queries, keys, reach, positions, document_ids, q.device()));
   }
-  if (described) return ordered_attention(q, k, v, causal_, positions, document_ids);
-  return tiled_attention(q, k, v, attention_tiles(AttentionColumns::consecutive(queries, keys - queries), AttentionColumns::consecutive(keys), causal_));
+  if (described) return ordered_attention(q, k, v, reach, positions, document_ids);
+  return tiled_attention(q, k, v, attention_tiles(AttentionColumns::consecutive(queries, keys - queries), AttentionColumns::consecutive(keys), reach));
 }
 
 }  // namespace tessera::nn

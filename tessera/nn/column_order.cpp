@@ -34,14 +34,14 @@ std::vector<Place> places_of(int64_t size, const std::vector<int64_t>& positions
   return places;
 }
 
-std::vector<AttentionRun> runs_of(const std::vector<Place>& places) {
+std::vector<AttentionRun> runs_of(const std::vector<Place>& places, bool distances) {
   std::vector<AttentionRun> runs;
   int64_t position = 0;
   for (size_t i = 0; i < places.size(); ++i) {
     const bool same_document = i > 0 && places[i].document == places[i - 1].document;
     const bool tied = same_document && places[i].position == places[i - 1].position;
-    position = !same_document ? 0 : tied ? position : position + 1;
-    if (same_document && !tied) {
+    position = distances ? places[i].position : !same_document ? 0 : tied ? position : position + 1;
+    if (same_document && !tied && runs.back().position + runs.back().size == position) {
       ++runs.back().size;
     } else {
       runs.push_back({.column = static_cast<int64_t>(i), .position = position, .size = 1, .document = places[i].document});
@@ -52,7 +52,8 @@ std::vector<AttentionRun> runs_of(const std::vector<Place>& places) {
 
 }  // namespace
 
-ColumnOrder column_order(int64_t rows, int64_t size, const std::optional<at::Tensor>& positions, const std::optional<at::Tensor>& document_ids) {
+ColumnOrder column_order(int64_t rows, int64_t size, const std::optional<at::Tensor>& positions, const std::optional<at::Tensor>& document_ids,
+                         bool distances) {
   const std::vector<int64_t> places = read(positions), documents = read(document_ids);
   invariant(places.empty() || static_cast<int64_t>(places.size()) == size, "positions of ", places.size(), " columns for ", size);
   invariant(documents.empty() || static_cast<int64_t>(documents.size()) == rows * size, "document ids of ", documents.size(), " columns for ", rows,
@@ -65,7 +66,7 @@ ColumnOrder column_order(int64_t rows, int64_t size, const std::optional<at::Ten
       in_order &= sorted[static_cast<size_t>(i)].column == i;
       order.index.push_back(row * size + sorted[static_cast<size_t>(i)].column);
     }
-    order.columns.rows.push_back(runs_of(sorted));
+    order.columns.rows.push_back(runs_of(sorted, distances));
   }
   if (in_order) order.index.clear();
   auto& of_rows = order.columns.rows;

@@ -17,7 +17,8 @@
 #include "tessera/core/once_differentiable.h"
 
 // The gradients of a block follow from the whole softmax: given the merged output and log-sum-exp, the fused backward of one tile is that tile's share. So both
-// passes go through the same list of tiles. What a 16-bit kernel gives of each tile is rounded once and summed in fp32: errors do not grow with the tiles.
+// passes go through the same list of tiles; a tile that is there several times is several rows of one call. What a 16-bit kernel gives of each tile is rounded
+// once and summed in fp32: errors do not grow with the tiles.
 
 namespace tessera::nn {
 
@@ -25,23 +26,39 @@ namespace {
 
 at::Tensor fp32_zeros(const at::Tensor& like) { return at::zeros(like.sizes(), like.options().dtype(at::kFloat)); }
 
-/// A tile's part of `x` [B, columns, heads, D] as the kernels take it: [rows, heads, run, D].
-at::Tensor part_of(const at::Tensor& x, int64_t row, const ColumnRun& run) {
-  return (row < 0 ? x : x.narrow(0, row, 1)).narrow(1, run.begin, run.size).transpose(1, 2);
+/// A tile's part of `x` [B, columns, heads, D], in place: [rows, times, heads, run, D].
+at::Tensor part_of(const at::Tensor& x, const AttentionTile& tile, const ColumnRun& run) {
+  const at::Tensor row = tile.row < 0 ? x : x.narrow(0, tile.row, 1);
+  return row.narrow(1, run.begin, (tile.times - 1) * tile.step + run.size).unfold(1, run.size, std::max<int64_t>(tile.step, 1)).transpose(3, 4);
 }
 
-/// The same of a log-sum-exp [B, H, S].
-at::Tensor sums_of(const at::Tensor& sums, int64_t row, const ColumnRun& run) {
-  return (row < 0 ? sums : sums.narrow(0, row, 1)).narrow(2, run.begin, run.size);
+/// The same of a log-sum-exp [B, H, S]: [rows, times, H, run].
+at::Tensor sums_of(const at::Tensor& sums, const AttentionTile& tile) {
+  const at::Tensor row = tile.row < 0 ? sums : sums.narrow(0, tile.row, 1);
+  const ColumnRun& run = tile.queries;
+  return row.narrow(2, run.begin, (tile.times - 1) * tile.step + run.size).unfold(2, run.size, std::max<int64_t>(tile.step, 1)).transpose(1, 2);
 }
+
+/// As kernels take a part, [rows * times, heads, run, ...], and read the form From as UpTo: in reversed order.
+at::Tensor to_kernel(const at::Tensor& part, const AttentionTile& tile) {
+  const at::Tensor flat = part.flatten(0, 1);
+  return tile.form == TileForm::From ? flat.flip(2) : flat;
+}
+
+/// And the way back.
+at::Tensor from_kernel(const at::Tensor& part, const AttentionTile& tile) {
+  return (tile.form == TileForm::From ? part.flip(2) : part).unflatten(0, {-1, tile.times});
+}
+
+bool is_triangle(const AttentionTile& tile) { return tile.form != TileForm::Whole; }
 
 }  // namespace
 
 void TiledAttention::add(const at::Tensor& k, const at::Tensor& v, const std::vector<AttentionTile>& tiles) {
   const at::NoGradGuard no_grad;
   for (const AttentionTile& tile : tiles) {
-    merge(tile, kernels::flash_attention_forward(part_of(q_, tile.row, tile.queries), part_of(k, tile.row, tile.keys), part_of(v, tile.row, tile.keys),
-                                                 tile.aligned));
+    merge(tile, kernels::flash_attention_forward(to_kernel(part_of(q_, tile, tile.queries), tile), to_kernel(part_of(k, tile, tile.keys), tile),
+                                                 to_kernel(part_of(v, tile, tile.keys), tile), is_triangle(tile)));
   }
 }
 
@@ -57,31 +74,34 @@ bool TiledAttention::is_first(const AttentionTile& tile) {
   seen_.resize(static_cast<size_t>(q_.size(0) * columns));
   bool first = true;
   for (int64_t row = std::max<int64_t>(tile.row, 0); row <= last_row; ++row) {
-    const auto begin = seen_.begin() + row * columns + tile.queries.begin;
-    first &= std::none_of(begin, begin + tile.queries.size, [](bool seen) { return seen; });
-    std::fill_n(begin, tile.queries.size, true);
+    for (int64_t time = 0; time < tile.times; ++time) {
+      const auto begin = seen_.begin() + row * columns + tile.queries.begin + time * tile.step;
+      first &= std::none_of(begin, begin + tile.queries.size, [](bool seen) { return seen; });
+      std::fill_n(begin, tile.queries.size, true);
+    }
   }
   return first;
 }
 
 void TiledAttention::merge(const AttentionTile& tile, const kernels::AttentionOutput& part) {
   const bool first = is_first(tile);
-  if (first && tile.row < 0 && tile.queries.size == q_.size(1)) {  // the result so far, as it is
+  if (first && tile.row < 0 && tile.queries.size == q_.size(1) && tile.form != TileForm::From) {  // the result so far, as it is
     output_ = part.output.transpose(1, 2);
     log_sum_exp_ = part.log_sum_exp;
     return;
   }
   begin();
   output_ = output_.to(at::kFloat);
-  const at::Tensor output = part_of(output_, tile.row, tile.queries), sums = sums_of(log_sum_exp_, tile.row, tile.queries);
+  const at::Tensor output = part_of(output_, tile, tile.queries), sums = sums_of(log_sum_exp_, tile);
+  const at::Tensor part_output = from_kernel(part.output, tile), part_sums = from_kernel(part.log_sum_exp, tile);
   if (first) {
-    output.copy_(part.output);
-    sums.copy_(part.log_sum_exp);
+    output.copy_(part_output);
+    sums.copy_(part_sums);
     return;
   }
-  const at::Tensor together = at::logaddexp(sums, part.log_sum_exp);
+  const at::Tensor together = at::logaddexp(sums, part_sums);
   output.mul_(at::exp(sums - together).unsqueeze(-1));
-  output.addcmul_(part.output.to(at::kFloat), at::exp(part.log_sum_exp - together).unsqueeze(-1));
+  output.addcmul_(part_output.to(at::kFloat), at::exp(part_sums - together).unsqueeze(-1));
   sums.copy_(together);
 }
 
@@ -97,12 +117,16 @@ void TiledAttentionBackward::add(const at::Tensor& k, const at::Tensor& v, const
                                  const at::Tensor& dv) {
   const at::NoGradGuard no_grad;
   for (const AttentionTile& tile : tiles) {
+    const auto queries = [&](const at::Tensor& x) { return to_kernel(part_of(x, tile, tile.queries), tile); };
+    const auto keys = [&](const at::Tensor& x) { return to_kernel(part_of(x, tile, tile.keys), tile); };
+    const auto add_to = [&](const at::Tensor& sum, const ColumnRun& run, const at::Tensor& part) {
+      part_of(sum, tile, run).add_(from_kernel(part, tile).to(at::kFloat));
+    };
     const auto [dq_part, dk_part, dv_part] = kernels::flash_attention_backward(
-        part_of(grad_, tile.row, tile.queries), part_of(q_, tile.row, tile.queries), part_of(k, tile.row, tile.keys), part_of(v, tile.row, tile.keys),
-        {part_of(forward_.output, tile.row, tile.queries), sums_of(forward_.log_sum_exp, tile.row, tile.queries)}, tile.aligned);
-    part_of(dq_, tile.row, tile.queries).add_(dq_part.to(at::kFloat));
-    part_of(dk, tile.row, tile.keys).add_(dk_part.to(at::kFloat));
-    part_of(dv, tile.row, tile.keys).add_(dv_part.to(at::kFloat));
+        queries(grad_), queries(q_), keys(k), keys(v), {queries(forward_.output), to_kernel(sums_of(forward_.log_sum_exp, tile), tile)}, is_triangle(tile));
+    add_to(dq_, tile.queries, dq_part);
+    add_to(dk, tile.keys, dk_part);
+    add_to(dv, tile.keys, dv_part);
   }
 }
 

@@ -61,7 +61,9 @@ Estimate Estimator::operator()(const LayoutChoice& c) const {
 
   const auto peak = machine.device.flops.find(element == 2 ? at::kBFloat16 : at::kFloat);
   const double rate = (peak == machine.device.flops.end() ? 1e14 : peak->second) * machine.device.product_share;
-  const double flops_a_token = (6 * active_ + 6 * layers * dim * seq) * (c.recompute == "full" ? 4.0 / 3 : c.recompute == "selective" ? 1.03 : 1);
+  const double flops_a_token = (6 * active_ + 6 * layers * dim * counted_keys(model, config.data.seq_len)) * (c.recompute == "full"        ? 4.0 / 3
+                                                                                                              : c.recompute == "selective" ? 1.03
+                                                                                                                                           : 1);
   // What the slowest stage has of the layers, of which the head is some.
   const double head = static_cast<double>(model.vocab_size) * dim / ((active_ - 2 * static_cast<double>(model.vocab_size) * dim) / layers);
   const double parts = static_cast<double>(c.pp) * c.chunks;

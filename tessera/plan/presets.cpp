@@ -21,7 +21,7 @@ struct Shape {
   int64_t dim = 0, layers = 0, heads = 0, kv_heads = 0, ffn_dim = 0, vocab_size = 0, seq_len = 0;
   double rope_theta = 0;
   std::string source;
-  int64_t experts = 0, experts_per_token = 0;
+  int64_t experts = 0, experts_per_token = 0, sliding_window = 0;
 };
 
 // Shapes as their papers and published configurations give them. Where a family of ours differs from the published one in a detail (Nemotron's
@@ -32,6 +32,7 @@ const std::array kShapes{
     Shape{"llama3-8b", "llama", 8e9, 4096, 32, 32, 8, 14336, 128256, 8192, 5e5, "Llama 3, arXiv:2407.21783"},
     Shape{"llama3-70b", "llama", 70e9, 8192, 80, 64, 8, 28672, 128256, 8192, 5e5, "Llama 3, arXiv:2407.21783"},
     Shape{"llama3-405b", "llama", 405e9, 16384, 126, 128, 8, 53248, 128256, 8192, 5e5, "Llama 3, arXiv:2407.21783"},
+    Shape{"mistral-7b", "llama", 7e9, 4096, 32, 32, 8, 14336, 32000, 8192, 1e4, "Mistral 7B, arXiv:2310.06825", 0, 0, 4096},
     Shape{"mistral-large-123b", "llama", 123e9, 12288, 88, 96, 8, 28672, 32768, 8192, 1e6, "Mistral Large 2, published configuration"},
     Shape{"nemotron4-340b", "llama", 340e9, 18432, 96, 96, 8, 49152, 256000, 4096, 1e4, "Nemotron-4 340B, arXiv:2406.11704"},
     Shape{"gpt3-175b", "gpt2", 175e9, 12288, 96, 96, 96, 49152, 50257, 2048, 1e4, "GPT-3, arXiv:2005.14165"},
@@ -41,11 +42,11 @@ const std::array kShapes{
 Preset preset_of(const Shape& shape, const std::vector<std::string>& sets) {
   const std::string text = fmt::format(
       "[model]\nfamily = \"{}\"\ndim = {}\nlayers = {}\nheads = {}\nkv_heads = {}\nffn_dim = {}\nexperts = {}\nexperts_per_token = {}\nvocab_size = "
-      "{}\nrope_theta = {:.1f}\ntie_embeddings = {}\n"
+      "{}\nsliding_window = {}\nrope_theta = {:.1f}\ntie_embeddings = {}\n"
       "[data]\nseq_len = {}\n[batch]\nglobal_size = 1024\nmicro_size = 1\n[optim]\nlr = 3e-4\nmax_grad_norm = 1.0\n[precision]\ncompute = "
       "\"bf16\"\n[run]\nsteps = 1000\n",
       shape.family, shape.dim, shape.layers, shape.heads, shape.kv_heads, shape.ffn_dim, shape.experts, shape.experts_per_token, shape.vocab_size,
-      shape.rope_theta, shape.family == "gpt2", shape.seq_len);
+      shape.sliding_window, shape.rope_theta, shape.family == "gpt2", shape.seq_len);
   Config config = parse_config(text, std::filesystem::current_path(), sets, shape.name);
   config.name = shape.name;
   return {.config = std::move(config), .parameters = shape.parameters, .source = shape.source};

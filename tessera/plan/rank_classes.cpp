@@ -98,7 +98,7 @@ std::vector<int> column_kinds(const Config& config, int ranks) {
   const int64_t keys = config.model.kv_heads.value_or(config.model.heads);
   const bool heads_differ = exchanges && (config.model.heads % ranks != 0 || (keys % ranks != 0 && ranks % keys != 0) || config.mesh.tp != 1);
   const bool packed = config.data.documents != "none";
-  const CutRule rule = column_rule(config.context);
+  const CutRule rule = column_rule(config, ranks);
   const SequenceCut cut = rule(
       data::dry_documents(
           {.seq_len = config.data.seq_len, .micro_size = packed ? config.batch.micro_size : 1, .columns = {.rule = rule, .ranks = ranks}, .packed = packed}),
@@ -112,13 +112,13 @@ std::vector<int> column_kinds(const Config& config, int ranks) {
     }
     return columns;
   };
-  using Shape = std::tuple<int64_t, int64_t, bool>;
+  using Shape = std::tuple<int64_t, int64_t, nn::TileForm, int64_t>;
   std::map<std::tuple<int64_t, int, std::vector<Shape>>, int> known;
   for (int rank = 0; rank < ranks; ++rank) {
     std::vector<Shape> tiles;
     for (int other = 0; other < ranks; ++other) {
-      for (const nn::AttentionTile& tile : nn::attention_tiles(columns_of(rank), columns_of(other), /*causal=*/true)) {
-        tiles.emplace_back(tile.queries.size, tile.keys.size, tile.aligned);
+      for (const nn::AttentionTile& tile : nn::attention_tiles(columns_of(rank), columns_of(other), {.window = config.model.sliding_window})) {
+        tiles.emplace_back(tile.queries.size, tile.keys.size, tile.form, tile.times);
       }
     }
     std::ranges::sort(tiles);

@@ -374,7 +374,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   run.adapted = add_adapters(config, *run.model);
   precision::apply(*run.model, policy);
   run.layers = mesh[roles.layers];
-  run.columns = {mesh[roles.columns], column_rule(config.context)};
+  run.columns = {mesh[roles.columns], column_rule(config, mesh.size(roles.columns))};
   run.cut = mesh[roles.cut];
   run.elements = mesh[roles.elements];
   run.expert_elements = deals_experts_over_replicas(config, mesh.shape()) ? expert_mesh(config, mesh)[{"pp", "ep", "expert_tp"}] : run.elements;

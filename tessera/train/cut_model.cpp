@@ -4,9 +4,9 @@
 
 namespace tessera {
 
-CutRule column_rule(const ContextConfig& config) {
+CutRule column_rule(const Config& config, int cp) {
   const CutRule head_tail = &SequenceCut::head_tail, contiguous = &SequenceCut::contiguous;
-  return config.balance == "head_tail" ? head_tail : contiguous;
+  return holds_one_part(config, cp) ? contiguous : head_tail;
 }
 
 int64_t ColumnRanks::most(int64_t length) const {

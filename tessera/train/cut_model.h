@@ -27,8 +27,8 @@ struct ModelShare {
   ModelPart module = nullptr;
 };
 
-/// How [context] deals the columns of a sequence.
-CutRule column_rule(const ContextConfig& config);
+/// How the columns of a sequence are dealt over `cp` ranks.
+CutRule column_rule(const Config& config, int cp);
 
 /// Ranks that are dealt the same samples, and of each other columns.
 struct ColumnRanks {

@@ -51,7 +51,7 @@ LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device 
   built.channels = groups.stages;
   built.pipeline = groups.stages.ahead;
   built.layers = groups.layers;
-  built.columns = {groups.columns, column_rule(config.context)};
+  built.columns = {groups.columns, column_rule(config, groups.columns.size())};
   built.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
   built.adapted = add_adapters(config, *built.model);
   Config settled = config;

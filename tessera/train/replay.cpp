@@ -106,7 +106,7 @@ nlohmann::json order_of_sums(const Config& config, const comm::Group& tensor, co
     auto& context = sums["context"] = order_in(columns, options);
     context["method"] = config.context.method;
     context["ulysses"] = config.context.ulysses;
-    context["balance"] = config.context.balance;
+    context["balance"] = holds_one_part(config, columns.size()) ? "contiguous" : "head_tail";
   }
   if (config.mesh.ep > 1) sums["experts"] = config.mesh.ep;                  // rows of several ranks in one product
   if (config.mesh.expert_tp > 1) sums["expert_tp"] = config.mesh.expert_tp;  // and products that are terms of a sum

@@ -125,7 +125,7 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
           .rank = mesh.rank(roles.batch),
           .ranks = mesh.size(roles.batch),
           .reads = {.tokens = holder_of(stages.rank_of.front()), .labels = holder_of(stages.rank_of.back())},
-          .columns = {.rule = column_rule(config.context), .rank = mesh.rank(roles.columns), .ranks = mesh.size(roles.columns)},
+          .columns = {.rule = column_rule(config, mesh.size(roles.columns)), .rank = mesh.rank(roles.columns), .ranks = mesh.size(roles.columns)},
           .packed = config.data.documents != "none"};
 }
 

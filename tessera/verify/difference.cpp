@@ -30,10 +30,10 @@ std::string module_of(const std::string& parameter) { return parameter.substr(0,
 
 /// Of a gradient that is zero in exact arithmetic, the module whose gradients say how large its rounding is; empty for all others. A key's bias adds one number
 /// to all of a query's scores, which the softmax takes out again; and where a query has one key, neither says anything.
-std::string measure_of_zeros(const std::string& parameter, int64_t seq_len) {
+std::string measure_of_zeros(const std::string& parameter, int64_t keys) {
   const std::string module = module_of(parameter);
   const bool query = module.ends_with(".wq."), key = module.ends_with(".wk.");
-  if (seq_len == 1 && (query || key)) return module_of(module.substr(0, module.size() - 1));
+  if (keys == 1 && (query || key)) return module_of(module.substr(0, module.size() - 1));
   return key && parameter.ends_with(".bias") ? module : "";
 }
 
@@ -103,14 +103,14 @@ Scales own_scales(const std::vector<SlicedTensor>& reference) {
   return scales;
 }
 
-Scales gradient_scales(const std::vector<SlicedTensor>& reference, int64_t seq_len) {
+Scales gradient_scales(const std::vector<SlicedTensor>& reference, int64_t keys) {
   Scales scales = own_scales(reference);
   const Scales own = scales;
   std::map<std::string, double> modules;
   for (const auto& [name, scale] : scales) modules[module_of(name)] = std::max(modules[module_of(name)], scale);
   for (auto& [name, scale] : scales) {
     scale = std::max(scale, kShareOfModule * modules[module_of(name)]);
-    const std::string measure = measure_of_zeros(name, seq_len);
+    const std::string measure = measure_of_zeros(name, keys);
     if (measure.empty()) continue;
     for (const auto& [other, largest] : own) {
       if (other.starts_with(measure)) scale = std::max(scale, largest);

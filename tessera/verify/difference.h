@@ -29,8 +29,9 @@ using Scales = std::map<std::string, double>;
 Scales own_scales(const std::vector<checkpoint::SlicedTensor>& reference);
 
 /// The same, but at least a tenth of the largest entry among the parameters of the same module. What is zero in exact arithmetic is rounding alone, and is
-/// measured by what it is the rounding of: a key's bias by its weight's gradient, and, in sequences of one token, queries and keys by their attention's.
-Scales gradient_scales(const std::vector<checkpoint::SlicedTensor>& reference, int64_t seq_len);
+/// measured by what it is the rounding of: a key's bias by its weight's gradient, and queries and keys by their attention's, where `keys`, the most that a
+/// query sees, is one.
+Scales gradient_scales(const std::vector<checkpoint::SlicedTensor>& reference, int64_t keys);
 
 /// The logical tensor of that name without rounding, as far as the comparison goes; asked for where one is beyond its bound.
 using Exact = std::function<at::Tensor(const std::string& name)>;

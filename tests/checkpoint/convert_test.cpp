@@ -118,6 +118,22 @@ TEST(Convert, RoundsToTheDtypeThatIsAskedFor) {
   EXPECT_EQ(read_json(folder / "hf" / "config.json")["dtype"], "bfloat16");
 }
 
+TEST(Convert, WritesALlamaWithAWindowAsMistral) {
+  const TemporaryFolder folder;
+  auto model = small("llama", false);
+  model.sliding_window = 3;
+  const auto weights = draw(model);
+  export_hugging_face(saved(folder.path(), weights, 1), model, folder / "hf");
+  const auto config = read_json(folder / "hf" / "config.json");
+  EXPECT_EQ(config["architectures"], nlohmann::json({"MistralForCausalLM"}));
+  EXPECT_EQ(config["model_type"], "mistral");
+  EXPECT_EQ(config["sliding_window"], 3);
+  expect_equal(folder / "hf", model, weights);
+  Config reading;
+  reading.model.from_hf = (folder / "hf").string();
+  EXPECT_EQ(read_hugging_face_config(reading).sliding_window, 3);
+}
+
 TEST(Convert, RefusesWhatItCannotWrite) {
   const TemporaryFolder folder;
   const auto model = small("llama", false);
@@ -132,6 +148,10 @@ TEST(Convert, RefusesWhatItCannotWrite) {
   auto mlp = model;
   mlp.family = "mlp";
   EXPECT_THAT([&] { export_hugging_face(checkpoint, mlp, folder / "hf"); }, ThrowsMessage<ConfigError>(HasSubstr("Hugging Face has no such model")));
+  auto gpt2 = model;
+  gpt2.family = "gpt2";
+  gpt2.sliding_window = 3;
+  EXPECT_THAT([&] { export_hugging_face(checkpoint, gpt2, folder / "hf"); }, ThrowsMessage<ConfigError>(HasSubstr("model.sliding_window = 3: their GPT-2")));
 }
 
 TEST(Convert, ADamagedSliceLeavesNothing) {

@@ -108,12 +108,17 @@ TEST(HuggingFaceMixtral, ReadsTheConfiguration) {
   EXPECT_EQ(model.experts, kExperts);
   EXPECT_EQ(model.experts_per_token, 2);
   EXPECT_EQ(model.ffn_dim, kFfn);
+  EXPECT_EQ(model.sliding_window, 0);
   auto jitter = mixtral_config();
   jitter["router_jitter_noise"] = 0.1;
   write_all(folder / "hf" / "config.json", jitter.dump());
   Config config;
   config.model.from_hf = (folder / "hf").string();
   EXPECT_THAT([&] { read_hugging_face_config(config); }, ThrowsMessage<ConfigError>(HasSubstr("router_jitter_noise = 0.1 is not supported")));
+  auto windowed = mixtral_config();
+  windowed["sliding_window"] = 6;
+  write_all(folder / "hf" / "config.json", windowed.dump());
+  EXPECT_EQ(read_hugging_face_config(config).sliding_window, 6);
 }
 
 TEST(HuggingFaceMixtral, StacksExpertsFromFilesOfBothKinds) {

@@ -100,6 +100,42 @@ TEST(HuggingFaceConfigFile, ReadsGpt2) {
   EXPECT_EQ(read_config(folder, json).ffn_dim, 9);
 }
 
+nlohmann::json mistral_config() {
+  auto json = llama_config();
+  json["architectures"] = {"MistralForCausalLM"};
+  json["model_type"] = "mistral";
+  json["sliding_window"] = 5;
+  return json;
+}
+
+TEST(HuggingFaceConfigFile, ReadsMistralsWindow) {
+  const TemporaryFolder folder;
+  auto json = mistral_config();
+  const ModelConfig model = read_config(folder, json);
+  EXPECT_EQ(model.family, "llama");
+  EXPECT_EQ(model.sliding_window, 5);
+  EXPECT_EQ(model.kv_heads, 2);
+  json["sliding_window"] = nullptr;
+  EXPECT_EQ(read_config(folder, json).sliding_window, 0) << "as from their second version on";
+  json.erase("sliding_window");
+  EXPECT_EQ(read_config(folder, json).sliding_window, 4096) << "what their class takes for it";
+  json["num_attention_heads"] = 8;
+  json.erase("num_key_value_heads");
+  EXPECT_EQ(read_config(folder, json).kv_heads, 8) << "theirs, too";
+  json["use_sliding_window"] = false;
+  json["sliding_window"] = 7;
+  EXPECT_EQ(read_config(folder, json).sliding_window, 0);
+  json.erase("use_sliding_window");
+  EXPECT_THAT(
+      [&] {
+        read_config(folder, json, [](Config& config) {
+          config.model.sliding_window = 8;
+          config.given.insert("model.sliding_window");
+        });
+      },
+      ThrowsMessage<ConfigError>(AllOf(HasSubstr("model.sliding_window = 8"), HasSubstr("says 7"))));
+}
+
 TEST(HuggingFaceConfigFile, RefusesByName) {
   const TemporaryFolder folder;
   const auto expect_refused = [&](nlohmann::json json, const std::string& key, const nlohmann::json& value, const std::string& reason) {
@@ -121,6 +157,9 @@ TEST(HuggingFaceConfigFile, RefusesByName) {
     expect_refused(config, "partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5");
     expect_refused(config, "quantization_config", {{"bits", 4}}, "quantization_config = {\"bits\":4}");
   }
+  expect_refused(llama_config(), "sliding_window", 4, "MistralForCausalLM");
+  expect_refused(mistral_config(), "sliding_window", 0, "sliding_window = 0");
+  expect_refused(mistral_config(), "layer_types", {"sliding_attention", "full_attention"}, "layer_types");
   expect_refused(llama_config(), "hidden_act", "gelu", "hidden_act = \"gelu\"");
   expect_refused(llama_config(), "head_dim", 4, "head_dim = 4");
   expect_refused(llama_config(), "hidden_size", "8", "hidden_size = \"8\"");

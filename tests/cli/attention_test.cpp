@@ -9,11 +9,13 @@
 namespace tessera::bench {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 std::vector<AttentionRow> samples() {
   return {{.method = "ring", .backend = "shm", .length = 128, .heads = 4, .kv_heads = 2, .ranks = 2, .time_us = 500, .other_us = 900, .sent_bytes = 4096},
           {.kind = "packed", .length = 64, .heads = 4, .kv_heads = 2, .documents = 4, .time_us = 10, .other_us = 80},
+          {.kind = "window", .length = 64, .heads = 4, .kv_heads = 2, .window = 8, .time_us = 10, .other_us = 35, .whole_us = 25},
           {.kind = "memory", .length = 1024, .fused = 0.25, .unfused = 0.6}};
 }
 
@@ -21,6 +23,7 @@ TEST(AttentionRows, SurviveJsonWithTheirRatios) {
   const std::string text = json_lines(samples());
   EXPECT_THAT(text, HasSubstr("\"rate_over_one\":0.9"));
   EXPECT_THAT(text, HasSubstr("\"mask_over_tiles\":8.0"));
+  EXPECT_THAT(text, AllOf(HasSubstr("\"whole_over_window\":2.5"), HasSubstr("\"mask_over_window\":3.5")));
   std::vector<std::string> lines;
   for (size_t begin = 0; begin < text.size(); begin = text.find('\n', begin) + 1) lines.push_back(text.substr(begin, text.find('\n', begin) - begin));
   EXPECT_EQ(json_lines(read_attention_rows(lines)), text);
@@ -28,8 +31,8 @@ TEST(AttentionRows, SurviveJsonWithTheirRatios) {
 
 TEST(AttentionRows, AreATableForEachKindAndAPicture) {
   const std::string table = format_table(samples());
-  for (const char* part : {"ring", "0.90", "4.00 KiB", "8.0", "25.0%", "60.0%"}) EXPECT_THAT(table, HasSubstr(part));
-  EXPECT_THAT(format_table({samples()[2]}), testing::Not(HasSubstr("over ranks")));
+  for (const char* part : {"ring", "0.90", "4.00 KiB", "8.0", "2.5", "3.5", "25.0%", "60.0%"}) EXPECT_THAT(table, HasSubstr(part));
+  EXPECT_THAT(format_table({samples().back()}), testing::Not(HasSubstr("over ranks")));
   EXPECT_THAT(plot(samples()), HasSubstr("one device"));
   EXPECT_THAT(plot({}), HasSubstr("nothing was measured"));
 }
@@ -49,6 +52,8 @@ TEST(AttentionBench, TimesEveryMethodBesideOneDevice) {
     if (world.rank() > 0) return;
     const AttentionRow packed = measure_packed(what, 3, {.iterations = 2});
     EXPECT_TRUE(packed.time_us > 0 && packed.other_us > 0);
+    const AttentionRow window = measure_window(what, 5, {.iterations = 2});
+    EXPECT_TRUE(window.time_us > 0 && window.other_us > 0 && window.whole_us > 0);
   });
 }
 

@@ -201,6 +201,9 @@ TEST(Validate, Model) {
   EXPECT_THAT(refusal([](Config& c) { c.model.kv_heads = 3; }), AllOf(StartsWith("model.kv_heads = 3"), HasSubstr("model.heads = 4")));
   EXPECT_THAT(refusal([](Config& c) { c.model.heads = 64, c.model.kv_heads = 64; }), HasSubstr("even head size"));
   EXPECT_THAT(refusal([](Config& c) { c.model.family = "gpt2", c.model.kv_heads = 2; }), StartsWith("model.kv_heads = 2"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.sliding_window = -1; }), StartsWith("model.sliding_window = -1: expected at least 0"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.family = "mlp", c.model.sliding_window = 4; }),
+              AllOf(StartsWith("model.sliding_window = 4"), HasSubstr("model.family = mlp"), HasSubstr("leave model.sliding_window out")));
   EXPECT_THAT(refusal([](Config& c) { c.model.dropout = 1; }), StartsWith("model.dropout = 1"));
   EXPECT_THAT(refusal([](Config& c) { c.model.norm_eps = 0; }), StartsWith("model.norm_eps"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.eps = 1e-300; }), StartsWith("optim.eps = 1e-300: is beyond what fp32 holds"));
@@ -385,6 +388,21 @@ TEST(Settings, WithoutEffectAreNamedWithTheReason) {
   EXPECT_THAT(said({"optim.name=sgd", "mesh.cp=2", "context.ulysses=2", "context.balance=contiguous"}, 2),
               ElementsAre("context.ulysses = 2: has no effect with context.method = ring"));
   EXPECT_THAT(said({"optim.name=sgd", "checkpoint.dir=a", "checkpoint.keep=2", "zero.stage=3", "zero.wrap=head"}), ::testing::IsEmpty());
+}
+
+/// Head and tail, until a window is as short as a part.
+TEST(Context, OnePartWhereAWindowMakesWorkEven) {
+  Config config = good();  // 16 tokens
+  for (const auto& [window, balance, cp, one] : {std::tuple{0, "auto", 4, false},
+                                                 {4, "auto", 4, true},
+                                                 {5, "auto", 4, false},
+                                                 {5, "auto", 3, true},
+                                                 {0, "contiguous", 4, true},
+                                                 {4, "head_tail", 4, false}}) {
+    config.model.sliding_window = window;
+    config.context.balance = balance;
+    EXPECT_EQ(holds_one_part(config, cp), one) << window << " " << balance << " " << cp;
+  }
 }
 
 TEST(Validate, SequencesThatCannotBeCutAreRefused) {

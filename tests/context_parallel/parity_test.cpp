@@ -67,6 +67,20 @@ TEST_P(MethodParity, OfPackedDocuments) {
   EXPECT_THAT(parities(jobs, options()), ::testing::Each(::testing::Le(kFp32)));
 }
 
+/// Windows of less than a rank's part, of several of them, and nearly of all; with documents, too.
+TEST_P(MethodParity, OfWindows) {
+  std::vector<Job> jobs;
+  for (const int64_t window : {1, 2, 6, 18}) {
+    AttentionCase c{.length = 19, .heads = 8, .kv_heads = 4, .window = window};
+    for (const SequenceCut& cut : cuts_of(19, ranks())) jobs.push_back({c, cut});
+    if (window != 6) continue;
+    c.documents = at::cat({at::zeros({2, 8}, at::kLong), at::ones({2, 11}, at::kLong)}, 1);
+    for (const SequenceCut& cut : cuts_of(19, ranks())) jobs.push_back({c, cut});
+  }
+  const auto found = parities(jobs, options());
+  EXPECT_THAT(found, ::testing::Each(::testing::Le(kFp32)));
+}
+
 TEST_P(MethodParity, OfLargeScores) {
   const AttentionCase c{.length = 17, .heads = 8, .kv_heads = 8, .offset = 50};  // scores of about 880, whose exponential is no fp32 number
   EXPECT_LE(parity(c, SequenceCut::head_tail(17, ranks()), options()), 2.5e-4) << "fp32 numbers are 6e-5 apart there, and each merge rounds";

@@ -21,10 +21,13 @@ std::vector<nn::AttentionColumns> drawn_columns(const SequenceCut& cut) {
 
 /// docs/long-context.md, drawn from the plan that runs.
 TEST(RingPicture, ThePageShowsThePlanThatRuns) {
-  for (const auto& [name, cut] : {std::pair{"head_tail", SequenceCut::head_tail(32, 4)}, {"contiguous", SequenceCut::contiguous(32, 4)}}) {
-    testing_support::expect_picture_in_docs(std::string("ring-") + name + ".svg",
-                                            ring_picture(drawn_columns(cut), true, std::string("ring attention, 4 ranks, ") + name), "long-context.md");
-  }
+  const auto expect = [](const std::string& name, const SequenceCut& cut, const nn::AttentionReach& reach) {
+    testing_support::expect_picture_in_docs("ring-" + name + ".svg", ring_picture(drawn_columns(cut), reach, "ring attention, 4 ranks, " + name),
+                                            "long-context.md");
+  };
+  expect("head_tail", SequenceCut::head_tail(32, 4), {});
+  expect("contiguous", SequenceCut::contiguous(32, 4), {});
+  expect("window", SequenceCut::contiguous(32, 4), {.window = 5});
 }
 
 /// Each arrow of it is a message that the recorder sees, in its order: blocks have other numbers of columns, so that their sizes tell them apart.
@@ -49,7 +52,7 @@ TEST(RingPicture, ItsArrowsAreTheMessagesThatTheRecorderSees) {
       if (sent > 0) (record.dtype == at::kFloat ? sums : blocks).push_back(sent);
     }
     for (const bool backward : {false, true}) {
-      for (const RingStep& step : ring_plan(drawn_columns(cut), world.rank(), true)) {
+      for (const RingStep& step : ring_plan(drawn_columns(cut), world.rank(), {})) {
         const int64_t elements = 2 * cut.columns(step.block) * c.kv_heads * c.features;
         if (step.keys_go_on) drawn_blocks.push_back(elements);
         if (backward && step.sum_goes_on) drawn_sums.push_back(elements);

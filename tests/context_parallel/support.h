@@ -21,7 +21,7 @@
 namespace tessera::testing_support {
 
 struct AttendingImpl : nn::Module {
-  explicit AttendingImpl(bool causal = true) : core(causal) { register_module("core", core); }
+  explicit AttendingImpl(const nn::AttentionReach& reach = {}) : core(reach) { register_module("core", core); }
   at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& documents) {
     return core(q, k, v, std::nullopt, documents);
   }
@@ -32,6 +32,7 @@ TESSERA_MODULE(Attending);
 struct AttentionCase {
   int64_t batch = 2, length = 13, heads = 6, kv_heads = 2, features = 8;
   bool causal = true;
+  int64_t window = 0;
   double offset = 0;          ///< the first feature of queries and keys, where not 0: adds offset^2 / sqrt(features) to all scores
   at::Tensor documents = {};  ///< [batch, length]; undefined: one
 };
@@ -72,6 +73,7 @@ inline Passes on_one_device(const AttentionCase& c, at::ScalarType dtype = at::k
   for (int i = 0; i < 3; ++i) leaves.push_back(passes.in[static_cast<size_t>(i)].to(at::kFloat).requires_grad_());
   at::Tensor visible = at::ones({1, 1, c.length, c.length}, at::kBool);
   if (c.causal) visible = visible.tril();
+  if (c.window > 0) visible = visible.triu(1 - c.window);
   if (c.documents.defined()) visible = visible.bitwise_and(c.documents.unsqueeze(2).eq(c.documents.unsqueeze(1)).unsqueeze(1));
   const at::Tensor out = nn::masked_attention(leaves[0], leaves[1], leaves[2], visible);
   out.backward(passes.in[3].to(at::kFloat));
@@ -114,13 +116,13 @@ inline std::vector<double> parities(const std::vector<Job>& jobs, const ContextP
           const at::Tensor columns = cut.positions(world.rank(), testing_support::test_device());
           std::vector<at::Tensor> own;
           for (const at::Tensor& tensor : wholes[i].in) own.push_back(tensor.index_select(1, columns));
-          Attending model(c.causal);
+          Attending model(nn::AttentionReach{.causal = c.causal, .window = c.window});
           const auto context = context_parallel(model, world.group(), options, "core");
           context->set_cut(cut);
           const auto parts = pass(model, own, c.documents.defined() ? c.documents.index_select(1, columns) : at::Tensor());
-          // A large feature meets terms of dq and dk that cancel.
+          // A large feature meets terms of dq and dk that cancel, and of a query that sees itself alone all do.
           differences[i][static_cast<size_t>(world.rank())] =
-              difference(parts, wholes[i].out, columns, c.offset != 0 ? std::set<size_t>{1, 2} : std::set<size_t>{});
+              difference(parts, wholes[i].out, columns, c.offset != 0 || c.window == 1 ? std::set<size_t>{1, 2} : std::set<size_t>{});
         }
       },
       run);

@@ -20,13 +20,14 @@ struct Sent {
 
 std::vector<Sent> sent(const AttentionCase& c, const SequenceCut& cut, const ContextParallelOptions& options) {
   const Passes whole = on_one_device(c, at::kBFloat16);
+  const nn::AttentionReach reach{.causal = c.causal, .window = c.window};
   std::vector<Sent> all(static_cast<size_t>(cut.ranks()));
   comm::run_ranks(cut.ranks(), [&](comm::World& world) {
     const auto records = std::make_shared<comm::Recorder>();
     const comm::GroupInfo info{.name = "cp", .rank = world.rank(), .size = cut.ranks(), .ranks = {}, .timeout = std::chrono::seconds(60)};
     const comm::Group group(info, comm::make_record_engine(records, info, world.group().engine()));
     const at::Tensor columns = cut.positions(world.rank(), testing_support::test_device());
-    Attending model;
+    Attending model(reach);
     nn::assign_paths(*model);
     const auto context = context_parallel(model, group, options, "core");
     context->set_cut(cut);
@@ -59,6 +60,20 @@ TEST_P(ContextTraffic, OfTheRingIsKeysAndValuesOnceForwardAndWithTheirSumsBackwa
        {ContextParallelOptions{}, {.overlap = false}, {.method = ContextMethod::RingFull}, {.method = ContextMethod::AllGather}}) {
     for (const Sent& rank : sent(c, SequenceCut::head_tail(c.length, n), options)) {
       EXPECT_EQ(rank, (Sent{.forward = 2 * (n - 1) * u, .backward = 4 * (n - 1) * u, .fp32 = 2 * (n - 1) * u})) << to_string(options.method);
+    }
+  }
+}
+
+/// A part of 4 columns each: their own, those before, and those before these.
+TEST_P(ContextTraffic, OfTheRingEndsWithTheWindow) {
+  const int n = GetParam();
+  for (const auto& [window, hops] : {std::pair{1, 0}, {5, 1}, {6, 2}}) {
+    const AttentionCase c{.length = 4 * n, .heads = 8, .kv_heads = 2, .window = window};
+    const int64_t u = c.batch * 4 * c.kv_heads * c.features, h = std::min(hops, n - 1);
+    for (const ContextParallelOptions& options : {ContextParallelOptions{}, {.method = ContextMethod::RingFull}}) {
+      for (const Sent& rank : sent(c, SequenceCut::contiguous(c.length, n), options)) {
+        EXPECT_EQ(rank, (Sent{.forward = 2 * h * u, .backward = 4 * h * u, .fp32 = 2 * h * u})) << window;
+      }
     }
   }
 }

@@ -37,6 +37,34 @@ TEST_P(Caching, LogitsEqualTheFullForward) {
   EXPECT_TRUE(at::allclose(read(cache, tokens.narrow(1, 0, 3), 0), full.select(1, 2), 1e-4, 1e-4)) << "what was there is forgotten";
 }
 
+/// A place of twice the window at most: columns that are let go of, a read that is longer than that, a read that goes back a little.
+TEST_P(Caching, WithAWindowKeepsWhatItReaches) {
+  if (GetParam() == "mlp") return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor tokens = at::randint(37, {2, 16});
+  for (const int64_t window : {1, 3, 5}) {
+    ModelConfig windowed = tiny_config(GetParam());
+    windowed.sliding_window = window;
+    model = tiny_model(windowed);
+    enlarge(*model);
+    const at::Tensor full = model->logits(tokens);
+    KvCache cache(*model);
+    for (const std::vector<int64_t>& reads : {std::vector<int64_t>{1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, {13, 1, 1, 1}, {4, 3, 1, 8}, {2, 12, 1}}) {
+      for (int64_t at = 0; const int64_t columns : reads) {
+        const at::Tensor logits = read(cache, tokens.narrow(1, at, columns), at);
+        at += columns;
+        EXPECT_TRUE(at::allclose(logits, full.select(1, at - 1), 1e-4, 1e-4)) << "after " << at << ", window " << window;
+      }
+    }
+    read(cache, tokens.narrow(1, 0, 14), 0);
+    if (window == 5) {
+      EXPECT_THROW(read(cache, tokens.narrow(1, 6, 1), 6), ConfigError) << "its window begins before what is there";
+      EXPECT_TRUE(at::allclose(read(cache, tokens.narrow(1, 14, 2), 14), full.select(1, 15), 1e-4, 1e-4));
+      EXPECT_TRUE(at::allclose(read(cache, tokens.narrow(1, 14, 1), 14), full.select(1, 14), 1e-4, 1e-4)) << "once more";
+    }
+  }
+}
+
 TEST_P(Caching, PlacesKeepSequencesApart) {
   const at::NoGradGuard no_grad;
   const at::Tensor tokens = at::randint(37, {3, 6});

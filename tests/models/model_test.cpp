@@ -220,6 +220,10 @@ TEST_P(EveryFamily, CountsItsParametersAndFlops) {
   EXPECT_EQ(num_matmul_parameters(config), matrices);
   const double attention = config.family == "mlp" ? 0 : 12.0 * 2 * 24 * 7;
   EXPECT_EQ(model_flops_per_token(config, 7), 6.0 * matrices + attention);
+  config.sliding_window = 2;
+  EXPECT_NEAR(model_flops_per_token(config, 7) - 6.0 * matrices, attention * (2 * 2 - 4.0 / 7) / 7, 1e-6) << "twice the pairs that are seen, but the diagonal";
+  config.sliding_window = 7;
+  EXPECT_EQ(model_flops_per_token(config, 7), 6.0 * matrices + attention);
   config.tie_embeddings = true;
   EXPECT_EQ(num_matmul_parameters(config), matrices);
   EXPECT_EQ(num_parameters(config), total - 37 * 24);

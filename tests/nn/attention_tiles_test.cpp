@@ -29,27 +29,30 @@ std::vector<Column> columns_of(const AttentionColumns& columns, size_t row) {
 }
 
 /// Each pair that a query sees is in one tile, and no other is in any.
-void expect_the_mask(const AttentionColumns& queries, const AttentionColumns& keys, bool causal) {
-  const auto tiles = attention_tiles(queries, keys, causal);
+void expect_the_mask(const AttentionColumns& queries, const AttentionColumns& keys, const AttentionReach& reach) {
+  const auto tiles = attention_tiles(queries, keys, reach);
   for (size_t row = 0; row < std::max(queries.rows.size(), keys.rows.size()); ++row) {
     const auto q = columns_of(queries, row), k = columns_of(keys, row);
     std::vector<int> times(q.size() * k.size());
     int64_t pairs = 0;
-    for (const AttentionTile& tile : tiles) {
-      if (tile.row >= 0 && tile.row != static_cast<int64_t>(row)) continue;
-      pairs += tile.pairs();
-      EXPECT_TRUE(tile.queries.size > 0 && tile.keys.size > 0) << "an empty tile";
-      EXPECT_TRUE(!tile.aligned || tile.queries.size == tile.keys.size) << "kernels align others differently";
-      for (int64_t i = 0; i < tile.queries.size; ++i) {
-        for (int64_t j = 0; j < tile.keys.size; ++j) {
-          if (!tile.aligned || j <= i) ++times.at(static_cast<size_t>(tile.queries.begin + i) * k.size() + static_cast<size_t>(tile.keys.begin + j));
+    for (const AttentionTile& tiles_of_a_size : tiles) {
+      if (tiles_of_a_size.row >= 0 && tiles_of_a_size.row != static_cast<int64_t>(row)) continue;
+      pairs += tiles_of_a_size.pairs();
+      for (int64_t time = 0; time < tiles_of_a_size.times; ++time) {
+        const AttentionTile tile = tiles_of_a_size.single(time);
+        EXPECT_TRUE(tile.queries.size > 0 && tile.keys.size > 0) << "an empty tile";
+        EXPECT_TRUE(tile.form == TileForm::Whole || tile.queries.size == tile.keys.size) << "kernels align others differently";
+        for (int64_t i = 0; i < tile.queries.size; ++i) {
+          for (int64_t j = 0; j < tile.keys.size; ++j) {
+            if (tile.sees(i, j)) ++times.at(static_cast<size_t>(tile.queries.begin + i) * k.size() + static_cast<size_t>(tile.keys.begin + j));
+          }
         }
       }
     }
     int64_t visible = 0;
     for (size_t i = 0; i < q.size(); ++i) {
       for (size_t j = 0; j < k.size(); ++j) {
-        const bool sees = q[i].document == k[j].document && (!causal || k[j].position <= q[i].position);
+        const bool sees = q[i].document == k[j].document && reach.sees(q[i].position, k[j].position);
         visible += sees;
         ASSERT_EQ(times[i * k.size() + j], sees) << "query " << i << " and key " << j;
       }
@@ -64,8 +67,13 @@ TEST(AttentionTiles, OfTwoRunsAreTheMaskAtEveryDistance) {
       for (int64_t distance = -6; distance <= 6; ++distance) {
         for (const bool causal : {true, false}) {
           const auto q = AttentionColumns::consecutive(queries, 10 + distance), k = AttentionColumns::consecutive(keys, 10);
-          expect_the_mask(q, k, causal);
-          EXPECT_LE(attention_tiles(q, k, causal).size(), 3u);
+          expect_the_mask(q, k, {.causal = causal});
+          EXPECT_LE(attention_tiles(q, k, {.causal = causal}).size(), 3u);
+        }
+        for (int64_t window = 1; window <= 9; ++window) {
+          const auto q = AttentionColumns::consecutive(queries, 10 + distance), k = AttentionColumns::consecutive(keys, 10);
+          expect_the_mask(q, k, {.window = window});
+          EXPECT_EQ(within_reach(q, k, {.window = window}), !attention_tiles(q, k, {.window = window}).empty());
         }
       }
     }
@@ -86,10 +94,10 @@ TEST(AttentionTiles, OfAnyColumnsAreTheMask) {
       documents.push_back(draw(2));
       of_keys.push_back(draw(2));
     }
-    for (const bool causal : {true, false}) {
-      expect_the_mask(AttentionColumns::of(positions), AttentionColumns::of(others), causal);
-      expect_the_mask(AttentionColumns::of(positions, documents), AttentionColumns::of(others, of_keys), causal);
-      expect_the_mask(AttentionColumns::of(positions), AttentionColumns::of(others, of_keys), causal);
+    for (const AttentionReach& reach : {AttentionReach{}, {.causal = false}, {.window = 1 + draw(4)}, {.window = 1 + draw(12)}}) {
+      expect_the_mask(AttentionColumns::of(positions), AttentionColumns::of(others), reach);
+      expect_the_mask(AttentionColumns::of(positions, documents), AttentionColumns::of(others, of_keys), reach);
+      expect_the_mask(AttentionColumns::of(positions), AttentionColumns::of(others, of_keys), reach);
     }
   }
 }
@@ -97,11 +105,11 @@ TEST(AttentionTiles, OfAnyColumnsAreTheMask) {
 TEST(AttentionTiles, RowsThatAreAlikeAreSaidOnce) {
   EXPECT_EQ(AttentionColumns::of(std::vector<int64_t>{4, 5, 9}, std::vector<int64_t>{0, 0, 0, 0, 0, 0}).rows,
             (std::vector<std::vector<AttentionRun>>{{{0, 4, 2, 0}, {2, 9, 1, 0}}}));
-  EXPECT_EQ(attention_tiles(AttentionColumns::consecutive(3, 5), AttentionColumns::consecutive(6), true),
-            (std::vector<AttentionTile>{{.row = -1, .queries = {0, 3}, .keys = {0, 6}, .aligned = false}}))
+  EXPECT_EQ(attention_tiles(AttentionColumns::consecutive(3, 5), AttentionColumns::consecutive(6), {}),
+            (std::vector<AttentionTile>{{.row = -1, .queries = {0, 3}, .keys = {0, 6}}}))
       << "the last key is the first query's own";
-  EXPECT_EQ(attention_tiles(AttentionColumns::consecutive(3), AttentionColumns::consecutive(3), true),
-            (std::vector<AttentionTile>{{.row = -1, .queries = {0, 3}, .keys = {0, 3}, .aligned = true}}));
+  EXPECT_EQ(attention_tiles(AttentionColumns::consecutive(3), AttentionColumns::consecutive(3), {}),
+            (std::vector<AttentionTile>{{.row = -1, .queries = {0, 3}, .keys = {0, 3}, .form = TileForm::UpTo}}));
 }
 
 TEST(AttentionTiles, AnOrderMakesOneTileOfEachDocument) {
@@ -110,7 +118,7 @@ TEST(AttentionTiles, AnOrderMakesOneTileOfEachDocument) {
   EXPECT_EQ(order.index, (std::vector<int64_t>{4, 1, 0, 3, 2, 5, 9, 10, 7, 8, 11, 6}));
   EXPECT_EQ(order.columns.rows, (std::vector<std::vector<AttentionRun>>{{{0, 0, 3, 0}, {3, 0, 3, 2}}, {{0, 0, 6, 0}}}));
   EXPECT_TRUE(column_order(1, 3, at::tensor({1, 5, 9}, at::kLong), {}).index.empty()) << "gaps change no order";
-  expect_the_mask(column_order(1, 4, at::tensor({2, 2, 0, 2}, at::kLong), {}).columns, AttentionColumns::of(std::vector<int64_t>{0, 1, 1, 1}), true);
+  expect_the_mask(column_order(1, 4, at::tensor({2, 2, 0, 2}, at::kLong), {}).columns, AttentionColumns::of(std::vector<int64_t>{0, 1, 1, 1}), {});
 }
 
 at::Tensor normal(at::IntArrayRef sizes, int64_t seed, double scale = 1) { return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed)) * scale; }
@@ -136,7 +144,7 @@ TEST(TiledAttention, OfPositionsAndDocumentsEqualsTheMaskInDouble) {
   for (const bool causal : {true, false}) {
     for (const std::optional<at::Tensor>& positions : {std::optional<at::Tensor>(), std::optional(permuted), std::optional(tied)}) {
       for (const std::optional<at::Tensor>& documents : {std::optional<at::Tensor>(), std::optional(packed), std::optional(tangled)}) {
-        AttentionCore core(causal);
+        AttentionCore core(AttentionReach{.causal = causal});
         const std::vector<at::Tensor> given{normal({2, 11, 6, 8}, 1), normal({2, 11, 2, 8}, 2), normal({2, 11, 2, 8}, 3)};
         const at::Tensor places = positions ? *positions : at::arange(11);
         at::Tensor visible = causal ? places.unsqueeze(1).ge(places.unsqueeze(0)) : at::ones({11, 11}, at::kBool);
@@ -156,7 +164,7 @@ TEST(TiledAttention, EqualsTheReferenceKernels) {
   const at::Tensor documents = at::tensor({0, 0, 0, 1, 1, 2, 2}, at::kLong).unsqueeze(0), order = at::tensor({3, 0, 5, 1, 6, 4, 2}, at::kLong);
   const at::Tensor q = normal({1, 7, 4, 8}, 1), k = normal({1, 7, 2, 8}, 2), v = normal({1, 7, 2, 8}, 3);
   for (const bool causal : {true, false}) {
-    AttentionCore core(causal);
+    AttentionCore core(AttentionReach{.causal = causal});
     const auto all = [&] { return std::vector{core(q, k, v, order, documents), core(q, k, v, order), core(q.narrow(1, 4, 3), k, v)}; };
     const auto fused = all();
     const kernels::KernelChoiceGuard reference(kernels::KernelChoice::Reference);
@@ -170,7 +178,7 @@ TEST(TiledAttention, LargeScoresDoNotOverflow) {
   const std::vector<at::Tensor> given{normal({1, 12, 2, 8}, 1), normal({1, 12, 2, 8}, 2), normal({1, 12, 2, 8}, 3)};
   for (size_t i : {0, 1}) given[i].select(-1, 0).fill_(50);  // all scores about 880, whose exponential is no fp32 number
   const auto whole = passes([&](const auto& q, const auto& k, const auto& v) { return core(q, k, v); }, given, at::kFloat);
-  auto tiles = attention_tiles(AttentionColumns::consecutive(12), AttentionColumns{.rows = {{{0, 0, 5, 0}, {5, 5, 4, 0}, {9, 9, 3, 0}}}}, true);
+  auto tiles = attention_tiles(AttentionColumns::consecutive(12), AttentionColumns{.rows = {{{0, 0, 5, 0}, {5, 5, 4, 0}, {9, 9, 3, 0}}}}, {});
   const auto merged = passes([&](const auto& q, const auto& k, const auto& v) { return tiled_attention(q, k, v, tiles); }, given, at::kFloat);
   for (size_t i : {0, 3}) EXPECT_LE(worst(merged[i], whole[i]), 2.5e-4) << i << ": fp32 numbers are 6e-5 apart there, and each merge rounds";
   for (size_t i : {1, 2}) EXPECT_TRUE(at::isfinite(merged[i]).all().item<bool>()) << i;
@@ -188,6 +196,96 @@ TEST(TiledAttention, HoldsNothingOfTheSizeOfAllScores) {
   }
   // A score for each pair would be 2 MiB in fp32 alone; the kernel's tiles of a thread are a part of what is here.
   EXPECT_LE(tracker.peak(), 1 << 20);
+}
+
+/// [1 or B, 1, S, L]: the last queries of `positions`, each of which sees `window` of them.
+at::Tensor in_window(const at::Tensor& positions, int64_t queries, int64_t window, const std::optional<at::Tensor>& documents = {}) {
+  const at::Tensor behind = positions.narrow(0, positions.size(0) - queries, queries).unsqueeze(1) - positions.unsqueeze(0);
+  const at::Tensor visible = behind.ge(0).bitwise_and(behind.lt(window)).unsqueeze(0).unsqueeze(0);
+  return documents ? visible.bitwise_and(documents->unsqueeze(2).eq(documents->unsqueeze(1)).unsqueeze(1)) : visible;
+}
+
+/// Windows of one position, of less and more than a block that divides nothing, of all but one.
+TEST(SlidingWindows, EqualTheMaskInDouble) {
+  const int64_t length = 23;
+  const at::Tensor packed = at::cat({at::zeros({2, 14}, at::kLong), at::ones({2, 9}, at::kLong)}, 1);
+  packed[1].narrow(0, 4, 5).fill_(7);                                                                        // in the midst of another
+  const at::Tensor gaps = at::arange(length) * 3 / 2, turned = gaps.flip(0), tied = at::arange(length) / 2;  // how far apart they are counts
+  const std::vector<at::Tensor> given{normal({2, length, 6, 8}, 1), normal({2, length, 2, 8}, 2), normal({2, length, 2, 8}, 3)};
+  const std::vector<std::pair<std::optional<at::Tensor>, std::optional<at::Tensor>>> described{
+      {{}, {}}, {{}, packed}, {gaps.to(at::kLong), {}}, {turned.to(at::kLong), packed}, {tied.to(at::kLong), {}}};
+  for (const int64_t window : {1, 5, 12, 22}) {
+    for (size_t i = 0; i < described.size(); ++i) {
+      const auto& [positions, documents] = described[i];
+      const at::Tensor visible = in_window(positions.value_or(at::arange(length)), length, window, documents);
+      const auto reference = passes([&](const auto& q, const auto& k, const auto& v) { return masked_attention(q, k, v, visible); }, given, at::kFloat);
+      AttentionCore core(AttentionReach{.window = window});
+      const auto attend = [&](const auto& q, const auto& k, const auto& v) { return core(q, k, v, positions, documents); };
+      for (const auto& [dtype, bound] : {std::pair{at::kFloat, 5e-6}, {at::kBFloat16, 2e-2}}) {
+        const auto got = passes(attend, given, dtype);
+        // A query that sees itself alone has no gradient but rounding.
+        for (const size_t tensor : window == 1 ? std::vector<size_t>{0, 3} : std::vector<size_t>{0, 1, 2, 3}) {
+          EXPECT_LE(worst(got[tensor], reference[tensor]), bound) << "tensor " << tensor << ", window " << window << ", columns " << i;
+        }
+      }
+      const kernels::KernelChoiceGuard plain(kernels::KernelChoice::Reference);
+      EXPECT_LE(worst(attend(given[0], given[1], given[2]), reference[0].to(at::kFloat)), 5e-6) << "reference kernels, window " << window << ", columns " << i;
+    }
+  }
+}
+
+TEST(SlidingWindows, OfTheWholeSequenceChangeNoBit) {
+  const std::vector<at::Tensor> given{normal({2, 23, 4, 8}, 1), normal({2, 23, 2, 8}, 2), normal({2, 23, 2, 8}, 3)};
+  const at::Tensor packed = at::cat({at::zeros({2, 9}, at::kLong), at::ones({2, 14}, at::kLong)}, 1);
+  AttentionCore whole;
+  for (const int64_t window : {23, 24, 1000}) {
+    AttentionCore core(AttentionReach{.window = window});
+    for (const std::optional<at::Tensor>& documents : {std::optional<at::Tensor>(), std::optional(packed)}) {
+      const auto with = [&](AttentionCore& one) {
+        return passes([&](const auto& q, const auto& k, const auto& v) { return one(q, k, v, std::nullopt, documents); }, given, at::kFloat);
+      };
+      const auto got = with(core), want = with(whole);
+      for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], want[i])) << "tensor " << i << ", window " << window;
+    }
+  }
+}
+
+TEST(SlidingWindows, SeeTheLastOfEarlierKeys) {
+  const at::Tensor k = normal({2, 29, 2, 8}, 2), v = normal({2, 29, 2, 8}, 3);
+  for (const int64_t window : {1, 4, 28, 29, 40}) {
+    AttentionCore core(AttentionReach{.window = window});
+    for (const int64_t queries : {1, 3, 11, 28}) {
+      const at::Tensor q = normal({2, queries, 6, 8}, 1);
+      const at::Tensor want = masked_attention(q, k, v, in_window(at::arange(29), queries, window)), got = core(q, k, v);
+      EXPECT_LE(worst(got, want), 5e-6) << queries << " queries, window " << window;
+      const kernels::KernelChoiceGuard plain(kernels::KernelChoice::Reference);
+      EXPECT_LE(worst(core(q, k, v), want), 5e-6) << queries << " queries, window " << window;
+    }
+  }
+}
+
+TEST(SlidingWindows, CostTheirPairsAndFewCalls) {
+  for (const auto& [length, window] : {std::pair<int64_t, int64_t>{4096, 64}, {1000, 1}, {1000, 37}, {1000, 999}, {4095, 1024}}) {
+    const auto all = AttentionColumns::consecutive(length);
+    const auto tiles = attention_tiles(all, all, {.window = window});
+    int64_t pairs = 0;
+    for (const AttentionTile& tile : tiles) pairs += tile.pairs();
+    EXPECT_EQ(pairs, length * window - window * (window - 1) / 2);
+    EXPECT_LE(tiles.size(), 5u) << "whole blocks are two, and what is left at the end three";
+  }
+}
+
+TEST(SlidingWindows, HoldNothingOfTheSizeOfAllScores) {
+  const int64_t length = 2048;
+  const at::Tensor q = normal({1, length, 2, 4}, 1).requires_grad_(), k = normal({1, length, 1, 4}, 2).requires_grad_();
+  AttentionCore core(AttentionReach{.window = 50});
+  MemoryTracker tracker;
+  {
+    const TrackMemory tracking(tracker);
+    core(q, k, k).sum().backward();
+  }
+  // Scores would be 32 MiB; q is 64 KiB, and of such there are some copies, beside a thread's tile.
+  EXPECT_LE(tracker.peak(), 2 << 20);
 }
 
 }  // namespace

@@ -10,6 +10,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -17,6 +19,7 @@ from transformers import (
 
 SEQ_LEN = 32
 MAX_SEQ_LEN = 64  # more than SEQ_LEN, as published models have
+WINDOW = 7
 VOCAB_SIZE = 300  # more than the byte tokenizer's 256 ids
 
 
@@ -39,8 +42,27 @@ def llama(tied: bool) -> PreTrainedModel:
     )
 
 
+def mistral() -> PreTrainedModel:
+    """A window that is shorter than a sequence and divides nothing, in the way of transformers' masks."""
+    return MistralForCausalLM(
+        MistralConfig(
+            hidden_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            intermediate_size=80,
+            vocab_size=VOCAB_SIZE,
+            max_position_embeddings=MAX_SEQ_LEN,
+            rms_norm_eps=3e-6,
+            rope_theta=5000.0,
+            sliding_window=WINDOW,
+            use_cache=False,
+        )
+    )
+
+
 def mixtral() -> PreTrainedModel:
-    """More experts than a token visits by a number that divides nothing."""
+    """More experts than a token visits by a number that divides nothing; with a window, too."""
     return MixtralForCausalLM(
         MixtralConfig(
             hidden_size=48,
@@ -54,6 +76,7 @@ def mixtral() -> PreTrainedModel:
             max_position_embeddings=MAX_SEQ_LEN,
             rms_norm_eps=3e-6,
             rope_theta=5000.0,
+            sliding_window=2 * WINDOW,
             use_cache=False,
         )
     )
@@ -87,6 +110,7 @@ class Family:
 FAMILIES = (
     Family("llama", lambda: llama(tied=False), "model.layers.1.post_attention_layernorm.weight", "100KB"),
     Family("llama tied", lambda: llama(tied=True), "model.layers.1.post_attention_layernorm.weight", "5GB"),
+    Family("mistral", mistral, "model.layers.1.post_attention_layernorm.weight", "100KB"),
     Family("mixtral", mixtral, "model.layers.1.post_attention_layernorm.weight", "100KB"),
     Family("gpt2", gpt2, "transformer.h.1.ln_2.weight", "5GB"),
 )

@@ -82,6 +82,11 @@ class Family:
         tokens, _ = self.windows.batch(0, logits.shape[0])
         yield name, compare.logits(logits, reference.logits(model, tokens))
         yield name, compare.series("loss of the text", [loss], [reference.evaluate(model, self.windows)], compare.LOSS_RTOL)
+        window = getattr(model.config, "sliding_window", None)
+        if dtype == torch.float32 and window:
+            model.config.sliding_window = window + 1
+            yield name, must_fail("a window of one more", compare.logits(logits, reference.logits(model, tokens)))
+            model.config.sliding_window = window
         if dtype == torch.float32:
             with torch.no_grad():
                 model.get_parameter(self.family.norm).mul_(0.5)

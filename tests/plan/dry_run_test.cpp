@@ -56,6 +56,8 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunToTheByte) {
     expect_real_peak(config("mlp", {"run.steps=3"}), world);
     expect_real_peak(config("llama", {"precision.compute=bf16", "run.steps=3"}), world);
     expect_real_peak(config("llama", {"run.deterministic=true", "run.steps=3"}), world);
+    expect_real_peak(config("llama", {"model.kv_heads=2", "model.sliding_window=3", "run.steps=3"}), world);
+    expect_real_peak(config("gpt2", {"model.sliding_window=5", "precision.compute=bf16", "run.steps=3"}), world);
   }
   // Plans of messages hold scratch of their own.
   expect_real_peak(config("mlp", {"comm.backend=gloo", "comm.algorithm=ring"}), 2);
@@ -162,6 +164,7 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWhereSequencesAreCut) {
     };
     expect_real_peak(with("llama", {"model.kv_heads=2", "mesh.cp=2"}), 2);
     expect_real_peak(with("gpt2", {"model.dropout=0.1", "mesh.cp=3", "zero.stage=3"}), 3);
+    expect_real_peak(with("llama", {"model.kv_heads=2", "mesh.cp=2", "model.sliding_window=6"}), 2);
     expect_real_peak(with("llama", {"mesh.cp=2", "mesh.tp=2", "tensor.sequence_parallel=true", "recompute.mode=full"}), 4);
   }
 }
@@ -392,8 +395,10 @@ TEST_F(DryRunTest, ModelFlopsOfAllRanksAreThoseOfTheStep) {
                                                              {4, {"mesh.tp=2", "zero.stage=1"}},
                                                              {6, {"mesh.tp=3", "mesh.dp_replicate=2", "recompute.mode=full"}},  // 4 heads over 3 ranks
                                                              {6, {"mesh.cp=3", "data.seq_len=17"}},
+                                                             {2, {"mesh.tp=2", "model.sliding_window=5"}},
                                                              {10, {"mesh.tp=2", "zero.stage=3", "run.deterministic=true"}}}) {
-    for (const std::string family : {"llama", sets.empty() || sets.front() != "mesh.cp=3" ? "mlp" : "gpt2"}) {
+    const bool attends = std::ranges::any_of(sets, [](const auto& set) { return set == "mesh.cp=3" || set.starts_with("model.sliding_window"); });
+    for (const std::string family : {"llama", attends ? "gpt2" : "mlp"}) {
       const Config whole = config(family, sets);
       const auto run = plan::dry_run(whole, world);
       double flops = 0;

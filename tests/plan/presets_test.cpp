@@ -14,9 +14,16 @@ namespace tessera {
 namespace {
 
 TEST(Presets, HaveThePublishedNumberOfParameters) {
-  const std::map<std::string, double> published{{"7b", 6.74e9},         {"30b", 32.5e9},           {"llama3-8b", 8.03e9},
-                                                {"llama3-70b", 70.6e9}, {"llama3-405b", 405.9e9},  {"mistral-large-123b", 122.6e9},
-                                                {"gpt3-175b", 174.6e9}, {"nemotron4-340b", 341e9}, {"mixtral-8x7b", 46.7e9}};
+  const std::map<std::string, double> published{{"7b", 6.74e9},
+                                                {"30b", 32.5e9},
+                                                {"llama3-8b", 8.03e9},
+                                                {"llama3-70b", 70.6e9},
+                                                {"mistral-7b", 7.24e9},
+                                                {"llama3-405b", 405.9e9},
+                                                {"mistral-large-123b", 122.6e9},
+                                                {"gpt3-175b", 174.6e9},
+                                                {"nemotron4-340b", 341e9},
+                                                {"mixtral-8x7b", 46.7e9}};
   for (const auto& name : plan::preset_names()) {
     auto found = plan::preset(name, {});
     ASSERT_TRUE(found);

@@ -75,6 +75,7 @@ TEST_F(RankClassesTest, PartsOfASequenceAreOneClassWhereTheirShapesAre) {
   EXPECT_EQ(classes(8, {"data.seq_len=64", "context.method=all_gather"}), 2U);
   EXPECT_EQ(classes(4, {"data.seq_len=64", "context.method=ulysses"}), 1U);
   EXPECT_EQ(classes(3, {"data.seq_len=36", "context.balance=contiguous"}), 3U) << "later ranks see more keys";
+  EXPECT_EQ(classes(4, {"data.seq_len=64", "model.sliding_window=9"}), 2U) << "one part each, and none before the first";
   EXPECT_EQ(classes(3, {"data.seq_len=35", "context.method=ulysses"}), 3U) << "4 heads over 3 ranks";
 }
 

@@ -18,8 +18,8 @@
 #include "tessera/train/load_model.h"
 #include "tessera/train/trainer.h"
 #include "tests/comm/order_alone.h"
-#include "tests/train/fixture.h"
 #include "tests/test_device.h"
+#include "tests/train/fixture.h"
 
 namespace tessera {
 namespace {
@@ -120,6 +120,17 @@ TEST_F(Reading, SequencesThatAreCut) {
                      {4, {"mesh.cp=2", "mesh.tp=2", kBySequence}},
                      {4, {"mesh.cp=2", "mesh.pp=2"}},
                      {4, {"mesh.cp=2", "mesh.dp_replicate=2"}}});
+}
+
+/// Keys that a window has passed are let go of, or, over ranks, not looked at.
+TEST_F(Reading, Windows) {
+  for (const char* window : {"model.sliding_window=1", "model.sliding_window=5"}) {
+    train_and_save("llama", 2, {"model.kv_heads=2", "mesh.cp=2", window, "checkpoint.replace=true"});
+    expect_read_alike({{2, {"mesh.cp=2"}},
+                       {4, {"mesh.cp=4", "context.method=all_gather", "context.balance=head_tail"}},
+                       {4, {"mesh.cp=2", "mesh.tp=2", kBySequence}},
+                       {2, {"mesh.pp=2"}}});
+  }
 }
 
 TEST_F(Reading, AMixtureThatWasShardedAndCutIntoStages) {

@@ -45,7 +45,8 @@ class LayoutDice : private Dice {
     draw_precision();
     draw_optimizer();
     draw_rest();
-    draw_offload();  // last, so that what a seed draws besides is what it was
+    draw_offload();  // behind what was there before, so that what a seed draws besides is what it was
+    draw_window();
     return {.family = family_, .sets = std::move(sets_)};
   }
 
@@ -248,6 +249,11 @@ class LayoutDice : private Dice {
     set_once_in(5, "comm.check", "true");
     if (once_in(6)) set("comm.algorithm", word({"all_reduce=ring", "all_reduce=binomial_tree", "all_gather=ring,reduce_scatter=ring"}));
     set("run.seed", below(100));
+  }
+
+  /// Not of 1: a query that sees itself alone has no gradient but rounding.
+  void draw_window() {
+    if (family_ != "mlp" && once_in(4)) set("model.sliding_window", one_of({2, 3, 8}));
   }
 
   /// Bits stay what they are. State on disk lies in a file without a name.

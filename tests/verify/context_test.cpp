@@ -36,6 +36,15 @@ TEST_P(ContextVerify, AnyNumberOfRanks) {
   expect("cp=8", "llama", {"comm.check=true"});
 }
 
+/// Of less than a rank's columns, which are one part then, and of more, over documents, too.
+TEST_P(ContextVerify, Windows) {
+  expect("cp=2", "llama", {kShared, "model.sliding_window=3"});
+  expect("cp=2", "gpt2", {"model.sliding_window=1"});  // nothing is sent, and queries and keys have no gradient but rounding
+  expect("cp=3", "gpt2", {kDropout, "model.sliding_window=7", "recompute.mode=full"});
+  expect("cp=4", "llama", {kShared, "model.sliding_window=4", "context.balance=contiguous", "recompute.mode=selective"});
+  expect("cp=2", "llama", {write_lines(), "data.documents=lines", "data.seq_len=29", "model.sliding_window=5"});
+}
+
 TEST_P(ContextVerify, RecomputedAndInOtherNumberFormats) {
   expect("cp=2", "llama", {kShared, kDropout, "recompute.mode=full"});
   expect("cp=3", "gpt2", {"recompute.mode=selective"});
@@ -86,6 +95,13 @@ TEST_P(ContextLayouts, WithPackedDocuments) {
   packed("cp=2,tp=2", "llama", {kShared, kBySequence, kDropout});
   packed("cp=2,pp=2", "llama", {kShared, "recompute.mode=selective"});
   packed("cp=2,dp_shard=2", "mixtral", {"zero.stage=3", "model.kv_heads=2"});
+}
+
+TEST_P(ContextLayouts, WithWindows) {
+  const std::string window = "model.sliding_window=4";
+  expect("cp=2,dp_shard=2", "llama", {kShared, window, "zero.stage=3"});
+  expect("cp=2,tp=2,pp=2", "llama", {kShared, kBySequence, kDropout, window});
+  expect("cp=2,dp_shard=2", "mixtral", {window, "zero.stage=1", "model.kv_heads=2", "precision.compute=bf16"});
 }
 
 /// Tiles of feed-forward layers are computed again in backward, by themselves or within blocks that are.

@@ -50,7 +50,8 @@ const std::vector<Choice>& recomputations() {
 }
 
 const std::vector<Choice>& models() {
-  static const std::vector<Choice> all{{"llama", {"model.kv_heads=2", "model.tie_embeddings=true"}}, {"gpt2", {"model.dropout=0.1"}}, {"llama", {}}};
+  static const std::vector<Choice> all{
+      {"llama", {"model.kv_heads=2", "model.tie_embeddings=true"}}, {"gpt2", {"model.dropout=0.1"}}, {"llama", {"model.sliding_window=5"}}};
   return all;
 }
 
@@ -65,7 +66,7 @@ constexpr std::array kCuts{Cut{2, 0, 1, 1}, Cut{3, 0, 1, 1}, Cut{4, 0, 1, 1}, Cu
 /// Uneven everywhere: 12 heads of 3 key-value heads (shared from 4 ranks on), 8 heads, 40 features over 3, a vocabulary of 259.
 const std::vector<Choice>& cut_models() {
   static const std::vector<Choice> all{{"llama", {"model.dim=48", "model.heads=12", "model.kv_heads=3", "model.tie_embeddings=true"}},
-                                       {"gpt2", {"model.heads=8", "model.dropout=0.1"}},
+                                       {"gpt2", {"model.heads=8", "model.dropout=0.1", "model.sliding_window=3"}},
                                        {"mlp", {"model.tie_embeddings=true"}}};
   return all;
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/result_type.h>
 
 #include "tessera/kernels/meta/registration.h"
@@ -21,6 +22,8 @@ at::Tensor embedding_dense_backward(const at::Tensor& grad, const at::Tensor& in
   const at::Tensor contiguous_indices = indices.contiguous(), contiguous_grad = grad.contiguous();
   return at::empty({num_weights.expect_int(), grad.size(-1)}, grad.options());
 }
+
+at::Tensor flip(const at::Tensor& self, at::IntArrayRef) { return at::empty_like(self); }
 
 at::Tensor where(const at::Tensor& condition, const at::Tensor& self, const at::Tensor& other) {
   const at::ScalarType type = at::result_type(self, other);
@@ -47,6 +50,7 @@ at::Tensor multinomial(const at::Tensor& self, int64_t num_samples, bool, std::o
 TORCH_LIBRARY_IMPL(aten, Meta, m) {
   implement(m, "index_select", index_select);
   implement(m, "embedding_dense_backward", embedding_dense_backward);
+  implement(m, "flip", flip);
   implement(m, "where.self", where);
   implement(m, "multinomial", multinomial);
 }
