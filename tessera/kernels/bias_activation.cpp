@@ -68,7 +68,7 @@ at::Tensor bias_activation(const at::Tensor& x, const at::Tensor& bias, Activati
   if (is_emulated_half(x) || is_emulated_half(bias)) {
     return bias_activation(x.to(at::kFloat), bias.to(at::kFloat), activation).to(x.scalar_type());
   }
-  if (kernel_choice() == KernelChoice::Reference) return reference::bias_activation(x, bias, activation);
+  if (takes_reference(Kernel::bias_activation)) return reference::bias_activation(x, bias, activation);
   require_supported("bias_activation: x", x);
   require_supported("bias_activation: bias", bias);
   return BiasActivationFunction::apply(x, bias, static_cast<int64_t>(activation));

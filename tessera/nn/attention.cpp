@@ -96,7 +96,7 @@ at::Tensor AttentionCoreImpl::forward(const at::Tensor& q, const at::Tensor& k, 
   }
   require(!described || queries == keys, "attention '", path(), "': positions and document ids describe queries and keys alike, but there are ", queries,
           " and ", keys);
-  if (kernels::kernel_choice() == kernels::KernelChoice::Reference) {
+  if (kernels::takes_reference(kernels::Kernel::attention)) {
     return masked_attention(q, k, v, visible_keys(queries, keys, causal_, positions, document_ids, q.device()));
   }
   if (described) return ordered_attention(q, k, v, causal_, positions, document_ids);

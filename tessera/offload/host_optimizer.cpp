@@ -155,7 +155,7 @@ void HostOptimizer::update_later(const Batch& batch) {
     inner_->apply(terms);
   };
   if (link_.device.is_meta()) return make();
-  under_way_ = std::async(std::launch::async, [make, context = MemoryContext::current(), threads = at::get_num_threads(), kernels = kernels::kernel_choice()] {
+  under_way_ = std::async(std::launch::async, [make, context = MemoryContext::current(), threads = at::get_num_threads(), kernels = kernels::kernel_choices()] {
     at::set_num_threads(threads);
     const MemoryContext::Guard memory(context);
     const kernels::KernelChoiceGuard choice(kernels);

@@ -36,8 +36,16 @@ namespace tessera {
 
 namespace {
 
-kernels::KernelChoice choice_of(const Config& config) {
-  return config.run.kernels == "reference" ? kernels::KernelChoice::Reference : kernels::KernelChoice::Auto;
+kernels::KernelChoices choices_of(const ByPattern& kernels) {
+  using kernels::KernelChoice;
+  const auto choice_of = [](const std::string& choice) { return choice == "reference" ? KernelChoice::Reference : KernelChoice::Auto; };
+  const auto& named = kernels.by_pattern;
+  const auto rest = named.find("*");
+  kernels::KernelChoices choices(choice_of(rest == named.end() ? kernels.everywhere : rest->second));
+  for (const auto& [name, choice] : named) {
+    if (const auto kernel = kernels::kernel_named(name)) choices.set(*kernel, choice_of(choice));
+  }
+  return choices;
 }
 
 /// Whose rows lie on the ranks of `elements`. `device` is that of the model, whose engine adds up. `meanwhile` runs while it does.
@@ -137,8 +145,8 @@ RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory
     : graph_(config.run.graph),
       limit_(config.run.memory_limit_bytes),
       memory_(std::move(memory)),
-      kernels_(choice_of(config)),
-      products_(choice_of(config) == kernels::KernelChoice::Auto) {
+      kernels_(choices_of(config.run.kernels)),
+      products_(!kernels::takes_reference(kernels::Kernel::fp32_products)) {
   at::set_num_threads(threads_per_rank(config.run, local_ranks));
   if (limit_ == 0) return;
   memory_.set_limit(limit_);
