@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from comparisons import QUICK_SETTINGS, SETTINGS
 
-COMMUNICATION, COMPRESSION, RECOMPUTE, CONTEXT, MIXTURE, PARTS = "communication", "compression", "recomputation", "context", "mixture", "parts"
+COMMUNICATION, COMPRESSION, RECOMPUTE, CONTEXT, MIXTURE = "communication", "compression", "recomputation", "context", "mixture"
+OPTIMIZERS, KERNELS, PARTS = "optimizers", "kernels", "parts"
 QUICK_S = 180  # what --quick promises
 SETTING_S = 150  # of the full run: a setting takes more turns while this lasts
 TAIL_S = 10  # of it: to end what is under way, and to write results
@@ -13,12 +14,12 @@ TAIL_S = 10  # of it: to end what is under way, and to write results
 @dataclass(frozen=True)
 class Section:
     name: str
-    kind: str  # "setting", or one of the six above
+    kind: str  # "setting", or one of those above
     setting: object = None
 
 
 def names() -> list[str]:
-    return [*(s.name for s in SETTINGS), COMMUNICATION, COMPRESSION, RECOMPUTE, CONTEXT, MIXTURE, PARTS]
+    return [*(s.name for s in SETTINGS), COMMUNICATION, COMPRESSION, RECOMPUTE, CONTEXT, MIXTURE, OPTIMIZERS, KERNELS, PARTS]
 
 
 def choose(only: str | None, quick: bool, parts: bool = True) -> list[Section]:
@@ -28,7 +29,7 @@ def choose(only: str | None, quick: bool, parts: bool = True) -> list[Section]:
     sections = [Section(s.name, "setting", s) for s in settings]
     sections.append(Section(COMMUNICATION, COMMUNICATION))
     if not quick or only:
-        sections += [Section(COMPRESSION, COMPRESSION), Section(RECOMPUTE, RECOMPUTE), Section(CONTEXT, CONTEXT), Section(MIXTURE, MIXTURE)]
+        sections += [Section(kind, kind) for kind in (COMPRESSION, RECOMPUTE, CONTEXT, MIXTURE, OPTIMIZERS, KERNELS)]
         sections += [Section(PARTS, PARTS)] if parts else []
     return [section for section in sections if not only or only in section.name]
 

@@ -22,7 +22,9 @@ from pathlib import Path
 import against
 import compression
 import context
+import kernels
 import mixture
+import optimizers
 import plan
 import recompute
 from communication import CommunicationReport
@@ -208,6 +210,10 @@ def run_section(section: plan.Section, options, results: Results, clock: Clock, 
         results.add(section.name, markdown, missed=missed)
     elif section.kind == plan.MIXTURE:
         markdown, missed = mixture.measure(options.binary, out / "mixture", clock)
+        results.add(section.name, markdown, missed=missed)
+    elif section.kind in (plan.OPTIMIZERS, plan.KERNELS):
+        measure_of = optimizers.measure if section.kind == plan.OPTIMIZERS else kernels.measure
+        markdown, missed = measure_of(options.binary, clock)
         results.add(section.name, markdown, missed=missed)
     else:
         results.add(section.name, micro_benchmarks(options.binary, clock))

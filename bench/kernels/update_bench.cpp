@@ -10,7 +10,7 @@ namespace {
 
 struct Moments {
   explicit Moments(int64_t n)
-      : parameter(at::randn({n})), gradient(at::randn({n})), exp_avg(at::zeros({n})), exp_avg_sq(at::ones({n})), copy(at::empty({n}, at::kBFloat16)) {}
+      : parameter(at::randn({n})), gradient(at::randn({n})), exp_avg(at::zeros({n})), exp_avg_sq(at::ones({n})), copy(parameter.to(at::kBFloat16)) {}
   at::Tensor parameter, gradient, exp_avg, exp_avg_sq, copy, steps = at::full({}, 3.0f);
 
   void libtorch() const {
@@ -36,10 +36,10 @@ void adamw_eager(benchmark::State& state) {
   measure_update(state, 28, [](const Moments& m) { m.libtorch(); });
 }
 void adamw_copy_fused(benchmark::State& state) {
-  measure_update(state, 30, [](const Moments& m) { m.ours(1, m.copy); });
+  measure_update(state, 32, [](const Moments& m) { m.ours(1, m.copy); });
 }
 void adamw_copy_eager(benchmark::State& state) {
-  measure_update(state, 30, [](const Moments& m) {
+  measure_update(state, 32, [](const Moments& m) {
     m.libtorch();
     m.copy.copy_(m.parameter);
   });

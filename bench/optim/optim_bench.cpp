@@ -1,49 +1,32 @@
 // Optimizer step, norm and clipping on the parameters of a LLaMA of 35 million, as bytes a second: what to hold against the machine's memory bandwidth.
 #include <string>
 
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/randn.h>
+#include <ATen/ops/full.h>
 #include <benchmark/benchmark.h>
 
+#include "bench/optim/parameters.h"
 #include "tessera/optim/clip.h"
 #include "tessera/optim/optimizer.h"
 
 namespace tessera::optim {
 namespace {
 
-std::vector<nn::NamedParameter> parameters_of_llama() {
-  std::vector<std::vector<int64_t>> shapes{{32000, 384}, {32000, 384}, {384}};
-  for (int layer = 0; layer < 6; ++layer) {
-    for (int i = 0; i < 4; ++i) shapes.push_back({384, 384});
-    for (int i = 0; i < 2; ++i) shapes.push_back({1024, 384});
-    shapes.insert(shapes.end(), {{384, 1024}, {384}, {384}});
-  }
-  std::vector<nn::NamedParameter> parameters;
-  for (const auto& shape : shapes) {
-    auto tensor = at::randn(shape).set_requires_grad(true);
-    tensor.mutable_grad() = at::randn(shape);
-    parameters.push_back({"p" + std::to_string(parameters.size()), tensor, {}});
-  }
-  return parameters;
-}
+using bench::count;
+using bench::parameters_of_llama;
 
-int64_t count(const std::vector<nn::NamedParameter>& parameters) {
-  int64_t elements = 0;
-  for (const auto& parameter : parameters) elements += parameter.tensor.numel();
-  return elements;
-}
-
-void step(benchmark::State& state, const char* name, int64_t bytes_per_element, const char* state_dtype = "fp32") {
+void step(benchmark::State& state, const char* name, int64_t bytes_per_element, const char* state_dtype = "fp32", double scale = 1) {
   const auto parameters = parameters_of_llama();
   OptimConfig config;
   config.name = name;
   config.momentum = std::string(name) == "adafactor" ? 0 : 0.9;
   config.state_dtype = state_dtype;
   const auto optimizer = make_optimizer(config, parameters, {.looked_up = {"p0"}, .heads = {"p1"}});
-  for (auto _ : state) optimizer->step(1e-4);
+  const at::Tensor factor = at::full({}, scale, at::kDouble);
+  for (auto _ : state) optimizer->step(1e-4, {}, factor);
   state.SetBytesProcessed(state.iterations() * count(parameters) * bytes_per_element);
 }
 BENCHMARK_CAPTURE(step, adamw, "adamw", 28)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK_CAPTURE(step, adamw_clip, "adamw", 28, "fp32", 0.999)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(step, sgd, "sgd", 20)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(step, lion, "lion", 20)->UseRealTime()->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(step, adam8bit, "adam8bit", 22)->UseRealTime()->Unit(benchmark::kMillisecond);

@@ -19,7 +19,7 @@ template <class T>
 nlohmann::json to_json(const std::optional<T>& value) {
   return value ? nlohmann::json(*value) : nlohmann::json();
 }
-nlohmann::json to_json(const Placement& places) { return places.by_pattern.empty() ? nlohmann::json(places.everywhere) : nlohmann::json(places.by_pattern); }
+nlohmann::json to_json(const ByPattern& places) { return places.by_pattern.empty() ? nlohmann::json(places.everywhere) : nlohmann::json(places.by_pattern); }
 
 /// Every field of a section but its paths, which may differ from machine to machine.
 template <class Section>

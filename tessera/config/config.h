@@ -18,21 +18,22 @@ namespace tessera {
 
 using Betas = std::array<double, 2>;
 
-/// Where tensors of a kind live: all of them ("host"), or by pattern of a path ({ "layers.*" = "host" }), in which case the rest stay on the device.
-struct Placement {
+/// A choice for all of a kind, such as where its tensors live ("host"), or by pattern of a path or name ({ "layers.*" = "host" }), in which case the rest
+/// have the first of the choices ("device").
+struct ByPattern {
   std::string everywhere = "device";
-  std::map<std::string, std::string> by_pattern{};  ///< pattern, place; where there is one, `everywhere` is "device"
+  std::map<std::string, std::string> by_pattern{};  ///< pattern, choice; where there is one, `everywhere` is the first choice
 
-  Placement() = default;
-  Placement(const char* everywhere) : everywhere(everywhere) {}
-  Placement(std::string everywhere) : everywhere(std::move(everywhere)) {}
+  ByPattern() = default;
+  ByPattern(const char* everywhere) : everywhere(everywhere) {}
+  ByPattern(std::string everywhere) : everywhere(std::move(everywhere)) {}
 
-  bool operator==(const Placement&) const = default;
-  /// Whether all of them live at `place`.
-  bool is(std::string_view place) const { return by_pattern.empty() && everywhere == place; }
+  bool operator==(const ByPattern&) const = default;
+  /// Whether `choice` is that of all of them.
+  bool is(std::string_view choice) const { return by_pattern.empty() && everywhere == choice; }
   /// Whether any of them does.
-  bool uses(std::string_view place) const {
-    return is(place) || std::ranges::any_of(by_pattern, [&](const auto& one) { return one.second == place; });
+  bool uses(std::string_view choice) const {
+    return is(choice) || std::ranges::any_of(by_pattern, [&](const auto& one) { return one.second == choice; });
   }
 };
 

@@ -62,7 +62,7 @@ constexpr std::string_view type_name() {
     return "a string";
   } else if constexpr (std::is_same_v<T, Betas>) {
     return "a list of two numbers";
-  } else if constexpr (std::is_same_v<T, Placement>) {
+  } else if constexpr (std::is_same_v<T, ByPattern>) {
     return "a string, or a table of patterns and strings";
   } else if constexpr (std::is_same_v<T, std::vector<double>>) {
     return "a list of numbers";

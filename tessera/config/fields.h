@@ -162,11 +162,11 @@
     "Tokens of a tile: feed-forward layers go through their tokens tile by tile, and compute each again in backward; 0: all at once.")
 
 #define TESSERA_OFFLOAD_FIELDS(X)                                                                                                                         \
-  X(Placement, params, {}, one_of("device, host", "disk"), "Where slices of parameters live between uses: `host` needs `zero.stage = 3`, and all three.") \
-  X(Placement, gradients, {}, one_of("device, host", "disk"),                                                                                             \
+  X(ByPattern, params, {}, one_of("device, host", "disk"), "Where slices of parameters live between uses: `host` needs `zero.stage = 3`, and all three.") \
+  X(ByPattern, gradients, {}, one_of("device, host", "disk"),                                                                                             \
     "Where gradients are added up: below `zero.stage = 3` they go to the `host` while backward runs; else as `params`.")                                  \
-  X(Placement, optimizer, {}, one_of("device, host, disk"), "Where the optimizer's state waits, at any `zero.stage`.")                                    \
-  X(Placement, activations, {}, one_of("device, host, disk"),                                                                                             \
+  X(ByPattern, optimizer, {}, one_of("device, host, disk"), "Where the optimizer's state waits, at any `zero.stage`.")                                    \
+  X(ByPattern, activations, {}, one_of("device, host, disk"),                                                                                             \
     "Where what modules save for backward waits: of the layers, or by pattern of the modules' paths.")                                                    \
   X(double, fraction, 1, any(), "Share of the modules that a pattern of `activations` names whose activations are moved: the first of them.")             \
   X(std::string, update, "host", one_of("host, device"),                                                                                                  \
@@ -222,18 +222,18 @@
   X(int64_t, timeline_every, 0, any(), "Steps between timelines of the pipeline: when each action ran, in `timeline.jsonl`; 0: none.")   \
   X(double, peak_tflops, 0, own(), "TFLOP/s of a device at its best, of which `mfu` and `hfu` are shares; 0: not known, and neither is written.")
 
-#define TESSERA_RUN_FIELDS(X)                                                                                                               \
-  X(int64_t, steps, 0, any(), "Number of the last optimizer step.")                                                                         \
-  X(int64_t, seed, 0, any(), "Seed of initial weights and dropout.")                                                                        \
-  X(bool, deterministic, false, any(), "Sum gradients in one fixed order, so that the bits do not depend on the number of data ranks.")     \
-  X(std::optional<int>, threads, std::nullopt, unset("`OMP_NUM_THREADS`; else cores / local ranks"), "Threads per rank.")                   \
-  X(std::string, kernels, "auto", one_of("auto, reference"), "Fused kernels, or their plain references.")                                   \
-  X(std::string, device, "auto", own(),                                                                                                     \
-    "Where tensors live: `cpu`, `cuda` (each rank of a host the device of its number), `cuda:N`, or `auto`: CUDA where there is a device.") \
-  X(bool, graph, false, any(), "Capture the steady step as a CUDA graph, and launch it as one.")                                            \
-  X(int64_t, validate_every, 0, any(), "Steps between validations; 0: none.")                                                               \
-  X(int64_t, memory_limit_bytes, 0, own(), "Bytes of tensors that a rank may hold at once; an allocation beyond is refused. 0: no limit.")  \
-  X(std::string, batch_coupled, "refuse", one_of("refuse, report"),                                                                         \
+#define TESSERA_RUN_FIELDS(X)                                                                                                                                  \
+  X(int64_t, steps, 0, any(), "Number of the last optimizer step.")                                                                                            \
+  X(int64_t, seed, 0, any(), "Seed of initial weights and dropout.")                                                                                           \
+  X(bool, deterministic, false, any(), "Sum gradients in one fixed order, so that the bits do not depend on the number of data ranks.")                        \
+  X(std::optional<int>, threads, std::nullopt, unset("`OMP_NUM_THREADS`; else cores / local ranks"), "Threads per rank.")                                      \
+  X(ByPattern, kernels, "auto", one_of("auto, reference"), "Fused kernels, or their plain references: of all, or of each that a table names (`*`: the rest).") \
+  X(std::string, device, "auto", own(),                                                                                                                        \
+    "Where tensors live: `cpu`, `cuda` (each rank of a host the device of its number), `cuda:N`, or `auto`: CUDA where there is a device.")                    \
+  X(bool, graph, false, any(), "Capture the steady step as a CUDA graph, and launch it as one.")                                                               \
+  X(int64_t, validate_every, 0, any(), "Steps between validations; 0: none.")                                                                                  \
+  X(int64_t, memory_limit_bytes, 0, own(), "Bytes of tensors that a rank may hold at once; an allocation beyond is refused. 0: no limit.")                     \
+  X(std::string, batch_coupled, "refuse", one_of("refuse, report"),                                                                                            \
     "What happens when a module mixes the samples of a batch (BatchNorm) under several ranks or accumulation.")
 
 /// Sections in the order of the documentation: X(struct, member, list of fields, doc).

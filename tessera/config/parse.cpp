@@ -181,18 +181,19 @@ void assign(Betas& field, const toml::node& node, const Location& at) {
   }
 }
 
-void assign(Placement& field, const toml::node& node, const Location& at) {
-  Placement places;
+void assign(ByPattern& field, const toml::node& node, const Location& at) {
+  ByPattern places;
   if (const auto* table = node.as_table()) {
+    places.everywhere = detail::split_choices(at.rule.choices).front();
     for (const auto& [pattern, place] : *table) {
-      if (!place.is_string()) refuse(at, node, "expected ", detail::type_name<Placement>());
+      if (!place.is_string()) refuse(at, node, "expected ", detail::type_name<ByPattern>());
       refuse_zeros(std::string(pattern.str()), at);
       places.by_pattern.emplace(pattern.str(), accept(place.as_string()->get(), at));
     }
   } else if (node.is_string()) {
     places.everywhere = accept(node.as_string()->get(), at);
   } else {
-    refuse(at, node, "expected ", detail::type_name<Placement>());
+    refuse(at, node, "expected ", detail::type_name<ByPattern>());
   }
   field = std::move(places);
 }

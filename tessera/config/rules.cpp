@@ -15,6 +15,7 @@
 #include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/kernel_names.h"
 #include "tessera/core/temporary_place.h"
 
 namespace tessera {
@@ -223,12 +224,27 @@ void validate_loss(const LossConfig& loss) {
   require(loss.z_loss >= 0 && std::isfinite(loss.z_loss), "loss.z_loss = ", loss.z_loss, ": expected 0 or a positive weight, such as 1e-4");
 }
 
+void validate_kernels(const ByPattern& kernels) {
+  static const std::vector<std::string> known{
+#define TESSERA_KERNEL(name) #name,
+      TESSERA_KERNELS(TESSERA_KERNEL)
+#undef TESSERA_KERNEL
+  };
+  std::string all;
+  for (const auto& name : known) all += (all.empty() ? "" : ", ") + name;
+  for (const auto& [name, choice] : kernels.by_pattern) {
+    require(name == "*" || std::ranges::find(known, name) != known.end(), "run.kernels: '", name, "' = ", choice,
+            ": there is no kernel of this name; did you mean ", nearest(name, known), "? There are ", all, ", and * for the rest");
+  }
+}
+
 /// What every process has that computes, be it to train or to read a model.
 void validate_process(const Config& config) {
   // What waits for a socket counts milliseconds in 32 bits.
   constexpr double longest_s = 1'000'000;
   require(config.comm.timeout_s > 0 && config.comm.timeout_s <= longest_s, "comm.timeout_s = ", format_float(config.comm.timeout_s),
           ": expected a positive number of seconds, at most 1000000 (11 days); set comm.timeout_s");
+  validate_kernels(config.run.kernels);
   at_least("run.threads", config.run.threads.value_or(1), 1);
   require(config.run.threads.value_or(1) <= most_threads, "run.threads = ", config.run.threads.value_or(1), ": expected at most ", most_threads,
           " threads a rank; set run.threads, or leave it out for the cores of this host over its ranks");

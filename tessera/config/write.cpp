@@ -48,7 +48,7 @@ std::string toml_value(int value) { return std::to_string(value); }
 std::string toml_value(int64_t value) { return std::to_string(value); }
 std::string toml_value(double value) { return format_float(value); }
 std::string toml_value(const std::string& value) { return detail::quoted(value); }
-std::string toml_value(const Placement& places) {
+std::string toml_value(const ByPattern& places) {
   if (places.by_pattern.empty()) return toml_value(places.everywhere);
   std::string out;
   for (const auto& [pattern, place] : places.by_pattern) out += (out.empty() ? "{ " : ", ") + detail::quoted(pattern) + " = " + detail::quoted(place);
@@ -83,7 +83,8 @@ std::string values_column(std::string_view name, std::string_view type, const Fi
   for (const auto& choice : detail::split_choices(rule.choices)) listed += (listed.empty() ? "`" : ", `") + choice + "`";
   if (rule.number) return listed + ", a number";
   if (rule.path) return listed.empty() ? (type == "a string" ? "a path" : "a list of paths") : listed + ", a path";
-  if (type == detail::type_name<Placement>() && name == "activations") return listed + ", a table of patterns and these";
+  if (type == detail::type_name<ByPattern>() && name == "activations") return listed + ", a table of patterns and these";
+  if (type == detail::type_name<ByPattern>() && name == "kernels") return listed + ", a table of kernels and these";
   return listed.empty() ? std::string(type) : listed;
 }
 

@@ -121,7 +121,7 @@ struct WidenedAttention : AutogradFunction<WidenedAttention> {
 at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
   check(q, k, v);
   if (is_emulated_half(q) && is_widened(q)) return flash_attention(q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat), causal, scale).to(at::kHalf);
-  if (kernel_choice() == KernelChoice::Reference) return reference::attention(q, k, v, causal, scale);
+  if (takes_reference(Kernel::attention)) return reference::attention(q, k, v, causal, scale);
   if (q.is_cuda() || is_empty(q, k)) {
     return at::scaled_dot_product_attention(q, k, v, /*attn_mask=*/{}, /*dropout_p=*/0, causal, scale, /*enable_gqa=*/q.size(1) != k.size(1));
   }

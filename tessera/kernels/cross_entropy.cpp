@@ -81,7 +81,7 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels,
   require(logits.dim() == 2 && labels.dim() == 1 && labels.size(0) == logits.size(0) && labels.scalar_type() == at::kLong && logits.size(1) > 0,
           "cross_entropy_sum: logits ", logits.sizes(), " must be [tokens, vocabulary] and labels ", labels.sizes(), " int64 [tokens]");
   if (is_emulated_half(logits)) return cross_entropy_sum(logits.to(at::kFloat), labels, options);
-  if (kernel_choice() == KernelChoice::Reference) return reference::cross_entropy_sum(logits, labels, options);
+  if (takes_reference(Kernel::cross_entropy)) return reference::cross_entropy_sum(logits, labels, options);
   require_supported("cross_entropy_sum", logits);
   return CrossEntropyFunction::apply(logits, labels.contiguous(), options.label_smoothing, options.z_loss);
 }

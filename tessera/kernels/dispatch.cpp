@@ -122,7 +122,7 @@ at::Tensor choose_experts(const at::Tensor& scores, int64_t k) {
           scores.sizes());
   require(k >= 1 && k <= scores.size(1), "choose_experts: k = ", k, " of ", scores.size(1), " experts; expected 1 to that");
   const at::Tensor values = scores.detach();
-  if (kernel_choice() == KernelChoice::Reference) return reference::choose_experts(values, k);
+  if (takes_reference(Kernel::choose_experts)) return reference::choose_experts(values, k);
   static const auto op = find_operator<Choose>("tessera::choose_experts");
   return op.call(values, k);
 }
@@ -146,7 +146,7 @@ Dispatch dispatch(const at::Tensor& chosen, int64_t experts, const DispatchLimit
   const int64_t choices = chosen.numel(), capacity = limits.capacity.value_or(choices);
   const int64_t most = capacity < choices / std::max<int64_t>(experts, 1) + 1 ? std::min(choices, experts * capacity) : choices;
   const int64_t places = limits.places.value_or(most);
-  if (kernel_choice() == KernelChoice::Reference) return reference::dispatch(chosen, experts, capacity, places);
+  if (takes_reference(Kernel::dispatch)) return reference::dispatch(chosen, experts, capacity, places);
   static const auto op = find_operator<Plan>("tessera::plan_dispatch");
   auto [slots, order, counts] = op.call(chosen, experts, capacity, places);
   return {slots, order, counts};
@@ -155,7 +155,7 @@ Dispatch dispatch(const at::Tensor& chosen, int64_t experts, const DispatchLimit
 at::Tensor gather_rows(const at::Tensor& x, const Dispatch& where) {
   require_rows("gather_rows", x, where.slots.size(0));
   if (is_emulated_half(x)) return gather_rows(x.to(at::kFloat), where).to(at::kHalf);
-  if (kernel_choice() == KernelChoice::Reference) return reference::gather_rows(x, where);
+  if (takes_reference(Kernel::gather_rows)) return reference::gather_rows(x, where);
   require_supported("gather_rows", x);
   return GatherRows::apply(x, where.slots, where.order);
 }
@@ -165,7 +165,7 @@ at::Tensor combine_rows(const at::Tensor& rows, const at::Tensor& weights, const
   require(weights.sizes() == where.slots.sizes() && (weights.scalar_type() == at::kFloat || weights.scalar_type() == at::kDouble), "combine_rows: weights ",
           weights.scalar_type(), " ", weights.sizes(), " must be fp32 ", where.slots.sizes());
   if (is_emulated_half(rows)) return combine_rows(rows.to(at::kFloat), weights, where).to(at::kHalf);
-  if (kernel_choice() == KernelChoice::Reference) return reference::combine_rows(rows, weights, where);
+  if (takes_reference(Kernel::combine_rows)) return reference::combine_rows(rows, weights, where);
   require_supported("combine_rows", rows);
   return CombineRows::apply(rows, weights.contiguous(), where.slots, where.order);
 }

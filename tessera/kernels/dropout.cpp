@@ -76,7 +76,7 @@ at::Tensor dropout(const at::Tensor& x, double p, uint64_t key, const at::Tensor
   require(block.offset >= 0 && block.offset + dim <= block.total, "dropout: features ", block.offset, " .. ", block.offset + dim,
           " do not lie in the whole tensor's ", block.total);
   if (is_emulated_half(x)) return dropout(x.to(at::kFloat), p, key, rows, block).to(at::kHalf);
-  if (kernel_choice() == KernelChoice::Reference) return reference::dropout(x, p, key, rows, block);
+  if (takes_reference(Kernel::dropout)) return reference::dropout(x, p, key, rows, block);
   require_supported("dropout", x);
   return DropoutFunction::apply(x, p, static_cast<int64_t>(key), rows, block.offset, block.total);
 }

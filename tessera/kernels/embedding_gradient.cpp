@@ -13,7 +13,7 @@ void add_embedding_gradient_(const at::Tensor& sum, const at::Tensor& rows, cons
   if (rows.numel() == 0) return;
   const at::Tensor given = rows.reshape({-1, sum.size(1)}), named = ids.reshape({-1});
   const bool fused = sum.scalar_type() == at::kFloat && sum.is_contiguous() && is_supported(rows.scalar_type());
-  if (kernel_choice() == KernelChoice::Reference || !fused) return reference::add_embedding_gradient_(sum, given, named, padding_row);
+  if (takes_reference(Kernel::embedding_gradient) || !fused) return reference::add_embedding_gradient_(sum, given, named, padding_row);
   routines_for(sum).pointwise.embedding_gradient(sum, given.contiguous(), named.contiguous(), padding_row);
 }
 

@@ -13,6 +13,7 @@
 #include <ATen/ops/_fused_sgd_cpu_dispatch.h>
 
 #include "tessera/core/ambient.h"
+#include "tessera/core/error.h"
 #include "tessera/core/parallel.h"
 #include "tessera/kernels/adamw.h"
 #include "tessera/kernels/replace_operators.h"
@@ -27,10 +28,10 @@ namespace {
 
 constexpr int64_t kGrain = 1 << 14;
 
-const Ambient<bool> by_element;
+const Ambient<const UpdatesByElement::Besides*> by_element;  // null: libtorch's
 
-/// Side by side in memory, in one order and one type.
-bool lie_alike(std::initializer_list<at::TensorList> lists) {
+/// Side by side in memory, in one order and, but for those of a kind that may be narrower, one type.
+bool lie_alike(std::initializer_list<at::TensorList> lists, at::TensorList of_any_type = {}) {
   const at::TensorList& first = *lists.begin();
   for (size_t i = 0; i < first.size(); ++i) {
     if (!first[i].is_non_overlapping_and_dense()) return false;
@@ -39,6 +40,7 @@ bool lie_alike(std::initializer_list<at::TensorList> lists) {
       const at::Tensor& other = list[i];
       if (other.sizes() != first[i].sizes() || other.strides() != first[i].strides() || other.scalar_type() != first[i].scalar_type()) return false;
     }
+    if (!of_any_type.empty() && (of_any_type[i].sizes() != first[i].sizes() || of_any_type[i].strides() != first[i].strides())) return false;
   }
   return true;
 }
@@ -51,11 +53,12 @@ void adamw_of_doubles(const at::Tensor& parameter, const at::Tensor& gradient, c
   auto *const m = exp_avg.data_ptr<double>(), *const v = exp_avg_sq.data_ptr<double>();
   const auto count = static_cast<double>(step.step);
   const double kept = 1 - step.lr * step.weight_decay, step_size = step.lr / (1 - std::pow(step.beta1, count)),
-               root = std::sqrt(1 - std::pow(step.beta2, count)), eps = step.eps, beta1 = step.beta1, beta2 = step.beta2;
+               root = std::sqrt(1 - std::pow(step.beta2, count)), eps = step.eps, beta1 = step.beta1, beta2 = step.beta2, scale = step.gradient_scale;
   parallel_for(0, parameter.numel(), kGrain, [=](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      m[i] = beta1 * m[i] + (1 - beta1) * g[i];
-      v[i] = beta2 * v[i] + (1 - beta2) * g[i] * g[i];
+      const double gradient = g[i] * scale;
+      m[i] = beta1 * m[i] + (1 - beta1) * gradient;
+      v[i] = beta2 * v[i] + (1 - beta2) * gradient * gradient;
       p[i] = kept * p[i] - step_size * m[i] / (std::sqrt(v[i]) / root + eps);
     }
   });
@@ -64,18 +67,30 @@ void adamw_of_doubles(const at::Tensor& parameter, const at::Tensor& gradient, c
 void fused_adamw(at::TensorList parameters, at::TensorList gradients, at::TensorList averages, at::TensorList squares, at::TensorList most,
                  at::TensorList steps, double lr, double beta1, double beta2, double weight_decay, double eps, bool amsgrad, bool maximize,
                  const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
-  const bool ours = *by_element && !amsgrad && !maximize && !grad_scale && lie_alike({parameters, gradients, averages, squares}) &&
-                    std::ranges::all_of(parameters, [](const at::Tensor& p) { return p.scalar_type() == at::kFloat || p.scalar_type() == at::kDouble; });
+  const UpdatesByElement::Besides* const besides = *by_element;
+  bool ours = besides != nullptr && !amsgrad && !maximize && !grad_scale && lie_alike({parameters, averages, squares}, gradients);
+  for (size_t i = 0; ours && i < parameters.size(); ++i) {
+    const at::ScalarType type = parameters[i].scalar_type(), of_gradient = gradients[i].scalar_type();
+    ours = type == at::kFloat ? of_gradient == at::kFloat || of_gradient == at::kBFloat16 || of_gradient == at::kHalf
+                              : type == at::kDouble && of_gradient == at::kDouble;
+  }
   if (!ours) {
+    invariant(besides == nullptr || (besides->gradient_scale == 1 && besides->copies == nullptr),
+              "an update of AdamW in one pass of tensors that it cannot take");
     return at::cpu::_fused_adamw_(parameters, gradients, averages, squares, most, steps, lr, beta1, beta2, weight_decay, eps, amsgrad, maximize, grad_scale,
                                   found_inf);
   }
   if (is_skipped(found_inf)) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    const AdamWStep step{
-        .lr = lr, .beta1 = beta1, .beta2 = beta2, .eps = eps, .weight_decay = weight_decay, .step = static_cast<int64_t>(steps[i].const_data_ptr<float>()[0])};
+    const AdamWStep step{.lr = lr,
+                         .beta1 = beta1,
+                         .beta2 = beta2,
+                         .eps = eps,
+                         .weight_decay = weight_decay,
+                         .step = static_cast<int64_t>(steps[i].const_data_ptr<float>()[0]),
+                         .gradient_scale = besides->gradient_scale};
     if (parameters[i].scalar_type() == at::kFloat) {
-      adamw_(parameters[i], gradients[i], averages[i], squares[i], step);
+      adamw_(parameters[i], gradients[i], averages[i], squares[i], step, besides->copies != nullptr ? (*besides->copies)[i] : at::Tensor());
     } else {
       adamw_of_doubles(parameters[i], gradients[i], averages[i], squares[i], step);
     }
@@ -106,7 +121,8 @@ void sgd_elements(T* p, const T* g, T* buffer, int64_t count, const SgdStep& ste
 
 void fused_sgd(at::TensorList parameters, at::TensorList gradients, at::TensorList buffers, double weight_decay, double momentum, double lr, double dampening,
                bool nesterov, bool maximize, bool is_first_step, const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
-  const bool ours = *by_element && dampening == 0 && !nesterov && !maximize && !is_first_step && !grad_scale && lie_alike({parameters, gradients, buffers}) &&
+  const bool ours = *by_element != nullptr && dampening == 0 && !nesterov && !maximize && !is_first_step && !grad_scale &&
+                    lie_alike({parameters, gradients, buffers}) &&
                     std::ranges::all_of(parameters, [](const at::Tensor& p) { return p.is_floating_point() && p.element_size() > 1; });
   if (!ours) {
     return at::cpu::_fused_sgd_(parameters, gradients, buffers, weight_decay, momentum, lr, dampening, nesterov, maximize, is_first_step, grad_scale,
@@ -129,7 +145,7 @@ void fused_sgd(at::TensorList parameters, at::TensorList gradients, at::TensorLi
 
 }  // namespace
 
-UpdatesByElement::UpdatesByElement() : former_(std::exchange(*by_element, true)) {}
+UpdatesByElement::UpdatesByElement(const Besides& besides) : besides_(besides), former_(std::exchange(*by_element, &besides_)) {}
 UpdatesByElement::~UpdatesByElement() { *by_element = former_; }
 
 }  // namespace tessera::kernels

@@ -1,5 +1,9 @@
 #pragma once
 
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
 namespace tessera::kernels {
 
 /// While it lives, libtorch's fused operators for AdamW and SGD (`_fused_adamw_`, `_fused_sgd_`) run loops of ours on a CPU, for what calls them on this
@@ -12,13 +16,22 @@ namespace tessera::kernels {
 /// Traffic of fp32: AdamW 28 bytes an element, SGD 12, with momentum 20; one pass.
 class UpdatesByElement {
  public:
-  UpdatesByElement();
+  /// What AdamW of fp32 and fp64 does in the same pass, for which the operator has no argument; whoever asks for it gives tensors that are ours (above). Of
+  /// fp32 gradients may then be bf16 or fp16.
+  struct Besides {
+    double gradient_scale = 1;                        ///< gradients are read times this
+    const std::vector<at::Tensor>* copies = nullptr;  ///< of fp32, one for each parameter, or undefined: bf16 or fp16, which follow it (adamw_)
+  };
+
+  UpdatesByElement() : UpdatesByElement(Besides{}) {}
+  explicit UpdatesByElement(const Besides& besides);
   ~UpdatesByElement();
   UpdatesByElement(const UpdatesByElement&) = delete;
   UpdatesByElement& operator=(const UpdatesByElement&) = delete;
 
  private:
-  bool former_;
+  const Besides besides_;
+  const Besides* former_;
 };
 
 }  // namespace tessera::kernels

@@ -97,7 +97,7 @@ at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::T
   if (!x.is_cuda() && (x.scalar_type() == at::kHalf || weight.scalar_type() == at::kHalf || result == at::kHalf)) {
     return layer_norm(x.to(at::kFloat), weight.to(at::kFloat), bias.to(at::kFloat), eps, at::kFloat).to(result);
   }
-  if (kernel_choice() == KernelChoice::Reference) return reference::layer_norm(x, weight, bias, eps, out_dtype);
+  if (takes_reference(Kernel::layer_norm)) return reference::layer_norm(x, weight, bias, eps, out_dtype);
   require_supported("layer_norm: x", x);
   require_supported("layer_norm: weight", weight);
   require(is_supported(result), "layer_norm: out_dtype ", c10::toString(result), " is not supported; use Float or BFloat16");
@@ -110,7 +110,7 @@ std::pair<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x, const at::
   require(x.sizes() == added.sizes(), "add_layer_norm: x ", x.sizes(), " and what is added ", added.sizes(), " must have one shape");
   const at::ScalarType result = out_dtype.value_or(x.scalar_type());
   const bool fused = is_supported(x.scalar_type()) && is_supported(added.scalar_type()) && is_supported(weight.scalar_type()) && is_supported(result);
-  if (kernel_choice() == KernelChoice::Reference || !fused) {
+  if (takes_reference(Kernel::layer_norm) || !fused) {
     const at::Tensor sum = x + added.to(x.scalar_type());
     return {sum, layer_norm(sum, weight, bias, eps, out_dtype)};
   }

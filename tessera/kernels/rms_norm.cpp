@@ -104,7 +104,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, s
     const at::Tensor normalized = rms_norm(x.to(at::kFloat), weight.to(at::kFloat), eps, at::kFloat);
     return normalized.to(result);
   }
-  if (kernel_choice() == KernelChoice::Reference) return reference::rms_norm(x, weight, eps, out_dtype);
+  if (takes_reference(Kernel::rms_norm)) return reference::rms_norm(x, weight, eps, out_dtype);
   require_supported("rms_norm: x", x);
   require_supported("rms_norm: weight", weight);
   require(is_supported(result), "rms_norm: out_dtype ", c10::toString(result), " is not supported; use Float or BFloat16");
@@ -117,7 +117,7 @@ std::pair<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Te
           " and what is added ", added.sizes(), " must have one shape, and weight ", weight.sizes(), " an entry per feature");
   const at::ScalarType result = out_dtype.value_or(x.scalar_type());
   const bool fused = is_supported(x.scalar_type()) && is_supported(added.scalar_type()) && is_supported(weight.scalar_type()) && is_supported(result);
-  if (kernel_choice() == KernelChoice::Reference || !fused) {
+  if (takes_reference(Kernel::rms_norm) || !fused) {
     const at::Tensor sum = x + added.to(x.scalar_type());
     return {sum, rms_norm(sum, weight, eps, out_dtype)};
   }

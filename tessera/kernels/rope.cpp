@@ -53,7 +53,7 @@ at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& si
           "rope: tables ", cos.sizes(), " and ", sin.sizes(), " must be fp32 [", x.size(1), ", ", x.size(3) / 2, "], or one such table per sample, for x ",
           x.sizes());
   if (is_emulated_half(x)) return rope(x.to(at::kFloat), cos, sin).to(at::kHalf);
-  if (kernel_choice() == KernelChoice::Reference) return reference::rope(x, cos, sin);
+  if (takes_reference(Kernel::rope)) return reference::rope(x, cos, sin);
   require_supported("rope", x);
   return RopeFunction::apply(x, cos, sin, 1);
 }

@@ -72,7 +72,8 @@ at::Tensor gated(const at::Tensor& gate, const at::Tensor& up) {
   require(gate.dim() >= 1 && gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(), name_of(A), ": gate ", gate.sizes(), " ", gate.scalar_type(),
           " and up ", up.sizes(), " ", up.scalar_type(), " must have one shape and dtype");
   if (is_emulated_half(gate)) return gated<A>(gate.to(at::kFloat), up.to(at::kFloat)).to(at::kHalf);
-  if (kernel_choice() == KernelChoice::Reference) return A == Activation::Silu ? reference::swiglu(gate, up) : reference::geglu(gate, up);
+  if (takes_reference(A == Activation::Silu ? Kernel::swiglu : Kernel::geglu))
+    return A == Activation::Silu ? reference::swiglu(gate, up) : reference::geglu(gate, up);
   require_supported(name_of(A), gate);
   return GatedFunction<A>::apply(gate, up);
 }

@@ -2,9 +2,8 @@
 
 #include <cmath>
 
-#include <ATen/ops/gelu.h>
-
 #include "tessera/core/error.h"
+#include "tessera/kernels/bias_activation.h"
 #include "tessera/kernels/rope.h"
 #include "tessera/kernels/swiglu.h"
 #include "tessera/nn/calls.h"
@@ -97,7 +96,7 @@ FeedForwardImpl::FeedForwardImpl(const ModelConfig& config)
 
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
   if (nn::bypassed(*this)) return nn::call(*this, x);
-  return w2_(at::gelu(w1_(x), "tanh"));
+  return w2_(kernels::activate(w1_(x), kernels::Activation::Gelu));
 }
 
 }  // namespace tessera

@@ -103,7 +103,7 @@ at::Tensor AttentionCoreImpl::forward(const at::Tensor& q, const at::Tensor& all
   if (!described && reach.window == 0 && (queries == keys || queries == 1 || !reach.causal)) {
     return kernels::flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), reach.causal && queries == keys).transpose(1, 2);
   }
-  if (kernels::kernel_choice() == kernels::KernelChoice::Reference) {
+  if (kernels::takes_reference(kernels::Kernel::attention)) {
     return masked_attention(q, k, v, visible_keys(queries, keys, reach, positions, document_ids, q.device()));
   }
   if (described) return ordered_attention(q, k, v, reach, positions, document_ids);

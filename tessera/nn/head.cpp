@@ -23,7 +23,7 @@ namespace {
 
 /// Where the fused loss may compute the weight's gradient, when it does; undefined where it has to make a tensor.
 std::function<kernels::GradientPlace()> place_of_gradient(const at::Tensor& weight, at::ScalarType dtype) {
-  const bool fused = kernels::kernel_choice() == kernels::KernelChoice::Auto && dtype != at::kHalf;
+  const bool fused = !kernels::takes_reference(kernels::Kernel::linear_cross_entropy) && dtype != at::kHalf;
   if (!fused || !at::GradMode::is_enabled() || weight.scalar_type() != at::kFloat || !weight.is_contiguous()) return {};
   return [weight] { return GradientDispatcher::take_place(weight); };
 }

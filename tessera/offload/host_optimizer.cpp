@@ -150,13 +150,13 @@ void HostOptimizer::update_later(const Batch& batch) {
     arriving.push_back(own.arrived);
   }
   ahead_ = batch.indices;
-  const auto make = [this, lr = batch.lr, arriving] {
+  const auto make = [this, terms = optim::UpdateTerms{.lr = batch.lr, .gradient_scale = batch.gradient_scale}, arriving] {
     const c10::NoGradGuard no_grad;
     for (const CopyStream::Point& point : arriving) point.wait();
-    inner_->apply(lr);
+    inner_->apply(terms);
   };
   if (link_.device.is_meta()) return make();
-  under_way_ = std::async(std::launch::async, [make, context = MemoryContext::current(), threads = at::get_num_threads(), kernels = kernels::kernel_choice()] {
+  under_way_ = std::async(std::launch::async, [make, context = MemoryContext::current(), threads = at::get_num_threads(), kernels = kernels::kernel_choices()] {
     at::set_num_threads(threads);
     const MemoryContext::Guard memory(context);
     const kernels::KernelChoiceGuard choice(kernels);
@@ -174,7 +174,7 @@ void HostOptimizer::update(const Batch& batch) {
       own.arrived.wait();
       own.copy.mutable_grad() = std::exchange(own.gradient, {});
     }
-    inner_->apply(batch.lr, batch.skip);  // parameters without a gradient, all others, are left alone
+    inner_->apply({.lr = batch.lr, .skip = batch.skip, .gradient_scale = batch.gradient_scale});  // parameters without a gradient, all others, are left alone
     const CopyStream::Scope copying(link_.in);
     for (size_t i = begin; i < end; ++i) {
       Beside& own = beside_[batch.indices[i]];

@@ -119,7 +119,7 @@ void PagedOptimizer::update(const Batch& batch) {
       stand_in.mutable_grad() = batch.gradients[i];
     }
     inner_->begin(batch.lr);
-    inner_->apply(batch.lr, batch.skip);  // parameters without a gradient, all others, are left alone
+    inner_->apply({.lr = batch.lr, .skip = batch.skip, .gradient_scale = batch.gradient_scale});  // parameters without a gradient, all others, are left alone
     for (size_t i = begin; i < end; ++i) stand_ins_[batch.indices[i]].mutable_grad() = at::Tensor();
     adopt_state();
     for (size_t i = begin; i < end; ++i) send(batch.indices[i]);

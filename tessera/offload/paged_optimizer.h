@@ -50,6 +50,7 @@ class PagedOptimizer final : public optim::Optimizer {
   std::vector<optim::StateTensor> state_to_save() const override;
   std::vector<optim::StateTensor> state_at_hand() const override { return {}; }
   bool skips_on_device() const override { return inner_->skips_on_device(); }
+  bool updates_in_one_pass() const override { return inner_->updates_in_one_pass(); }
   void hold_state(const std::map<std::string, int64_t>& counts) override;
 
  private:

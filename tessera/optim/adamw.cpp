@@ -1,5 +1,6 @@
 #include "tessera/optim/adamw.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -10,8 +11,8 @@
 
 #include "tessera/memory/memory.h"
 
-// libtorch's fused operator: one pass over all tensors of a batch instead of a dozen operators a parameter. Update counts are one tensor and its views, since
-// parameters may begin at different steps and the operator wants a count for each.
+// libtorch's fused operator, so that whoever watches operators knows the update by its name: one pass over all tensors of a batch. Update counts are one tensor
+// and its views, since parameters may begin at different steps and the operator wants a count for each.
 
 namespace tessera::optim {
 
@@ -30,6 +31,23 @@ std::vector<StateTensor> AdamW::state() const {
   return state;
 }
 
+std::pair<std::vector<at::Tensor>, kernels::UpdatesByElement::Besides> AdamW::in_one_pass(const Batch& batch) {
+  const auto is_known = [](const at::Tensor& p) { return (p.is_cpu() || p.is_meta()) && (p.scalar_type() == at::kFloat || p.scalar_type() == at::kDouble); };
+  if (!std::ranges::all_of(batch.parameters, is_known)) {
+    for (const at::Tensor& gradient : batch.gradients) {
+      if (batch.gradient_scale != 1) gradient.mul_(batch.gradient_scale);
+    }
+    return {batch.gradients_as_parameters(), {}};
+  }
+  std::vector<at::Tensor> gradients = batch.gradients;
+  for (size_t k = 0; k < gradients.size(); ++k) {
+    const at::ScalarType type = batch.parameters[k].scalar_type(), of_gradient = gradients[k].scalar_type();
+    const bool is_read_narrow = type == at::kFloat && (of_gradient == at::kBFloat16 || of_gradient == at::kHalf);
+    if (!is_read_narrow) gradients[k] = gradients[k].to(type);
+  }
+  return {std::move(gradients), {.gradient_scale = batch.gradient_scale, .copies = batch.rounded.empty() ? nullptr : &batch.rounded}};
+}
+
 void AdamW::update(const Batch& batch) {
   std::vector<at::Tensor> averages, squares, steps;
   for (const size_t i : batch.indices) {
@@ -37,10 +55,12 @@ void AdamW::update(const Batch& batch) {
     squares.push_back(exp_avg_sq_[i]);
     steps.push_back(step_views_[i]);
   }
+  const auto [gradients, besides] = in_one_pass(batch);
+  const kernels::UpdatesByElement by_element(besides);
   const auto skip = batch.skip.defined() ? std::optional(batch.skip) : std::nullopt;
   at::_foreach_add_(steps, 1);
-  at::_fused_adamw_(batch.parameters, batch.gradients_as_parameters(), averages, squares, /*max_exp_avg_sqs=*/{}, steps, batch.lr, options_.beta1,
-                    options_.beta2, batch.weight_decay, options_.eps, /*amsgrad=*/false, /*maximize=*/false, /*grad_scale=*/{}, skip);
+  at::_fused_adamw_(batch.parameters, gradients, averages, squares, /*max_exp_avg_sqs=*/{}, steps, batch.lr, options_.beta1, options_.beta2, batch.weight_decay,
+                    options_.eps, /*amsgrad=*/false, /*maximize=*/false, /*grad_scale=*/{}, skip);
   if (skip) at::_foreach_sub_(steps, std::vector<at::Tensor>(steps.size(), skip->squeeze(0)));  // the operator left all else alone
 }
 

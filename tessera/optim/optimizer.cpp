@@ -13,6 +13,7 @@
 #include "tessera/core/host_read.h"
 #include "tessera/kernels/fused_updates.h"
 #include "tessera/memory/memory.h"
+#include "tessera/optim/clip.h"
 
 namespace tessera::optim {
 
@@ -75,15 +76,24 @@ std::vector<Optimizer::Batch> Optimizer::batches(double lr, std::vector<std::pai
   return batches;
 }
 
-void Optimizer::step(double lr, const at::Tensor& skip) {
+void Optimizer::step(double lr, const at::Tensor& skip, const at::Tensor& scale) {
   remember_counts();
   at::Tensor undecided = skip.is_meta() ? at::Tensor() : skip;
   if (undecided.defined() && (undecided.is_cpu() || !skips_on_device())) {
     if ((undecided.is_cpu() ? *undecided.const_data_ptr<float>() : host_read(undecided, 0)) != 0) return;
     undecided.reset();
   }
+  double gradient_scale = 1;
+  if (scale.defined()) {
+    const bool as_it_reads = updates_in_one_pass() && (scale.is_cpu() || scale.is_meta());
+    if (!as_it_reads) {
+      scale_gradients(parameters_, scale);
+    } else if (scale.is_cpu()) {
+      gradient_scale = scale.item<double>();
+    }
+  }
   begin(lr);
-  apply(lr, undecided);
+  apply({.lr = lr, .skip = undecided, .gradient_scale = gradient_scale});
 }
 
 void Optimizer::begin(double lr) {
@@ -93,12 +103,17 @@ void Optimizer::begin(double lr) {
   prepare(batches(lr, read));
 }
 
-void Optimizer::apply(double lr, const at::Tensor& skip) {
+void Optimizer::apply(const UpdateTerms& terms) {
   const c10::NoGradGuard no_grad;
   const kernels::UpdatesByElement by_element;
   std::vector<std::pair<at::Tensor, at::Tensor>> apart;
-  for (Batch& batch : batches(lr, apart)) {
-    batch.skip = skip;
+  for (Batch& batch : batches(terms.lr, apart)) {
+    batch.skip = terms.skip;
+    batch.gradient_scale = terms.gradient_scale;
+    for (size_t k = 0; terms.rounded != nullptr && k < batch.indices.size(); ++k) {
+      const auto found = terms.rounded->find(parameters_[batch.indices[k]].tensor.unsafeGetTensorImpl());
+      batch.rounded.push_back(found == terms.rounded->end() ? at::Tensor() : found->second);
+    }
     for (const size_t i : batch.indices) ++counts_[i];
     if (!batch.indices.empty()) update(batch);
   }

@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -45,6 +46,17 @@ struct StateTensor {
 /// A state that lies over its parameter and is what a delayed update has made of it (HostOptimizer): where there is one, the weights are one update behind.
 inline constexpr std::string_view kNextState = "next";
 
+/// 16-bit weights that an update writes along with the fp32 masters that it is of, by master.
+using RoundedWeights = std::unordered_map<const c10::TensorImpl*, at::Tensor>;
+
+/// What an update is made with.
+struct UpdateTerms {
+  double lr = 0;
+  at::Tensor skip{};                        ///< undefined: it is made; else a device that the host does not read decides
+  double gradient_scale = 1;                ///< gradients are read times this (updates_in_one_pass())
+  const RoundedWeights* rounded = nullptr;  ///< written besides (updates_in_one_pass())
+};
+
 /// Updates parameters in place from their `grad()`; parameters without a gradient are left alone, state included, as torch.optim does.
 /// State is allocated at construction, under MemoryCategory::Optimizer, so that a plan sees it before the first step; that of a parameter that requires no
 /// gradient by then (a frozen one) at its first update. Works on meta tensors.
@@ -55,10 +67,12 @@ class Optimizer {
   /// What `optim.name` calls it: "adamw", "sgd".
   virtual std::string kind() const = 0;
 
-  /// One update with learning rate `lr`. Gradients are read, never changed. Collective over WholeModel::meet's ranks where the optimizer has such.
+  /// One update with learning rate `lr`. Collective over WholeModel::meet's ranks where the optimizer has such.
+  /// Gradients are read, never changed, unless `scale` is given (clip_factor(), fp64 []): the update is of gradients times it, by which they are multiplied in
+  /// place where the update does not do that as it reads them (updates_in_one_pass(), of what lies on the host), in a pass of 8 bytes an fp32 element.
   /// Where `skip` (not_finite(), on the parameters' device) is given and holds 1, parameters and state stay as they are. On a device the host does not know
   /// which it was, and goes on (skips_on_device()): whoever learns of it calls take_back_count().
-  void step(double lr, const at::Tensor& skip = {});
+  void step(double lr, const at::Tensor& skip = {}, const at::Tensor& scale = {});
 
   /// The last step was skipped: it does not count.
   virtual void take_back_count();
@@ -66,13 +80,16 @@ class Optimizer {
   /// step() in two: what has to be known of all gradients together (sums over a matrix, scales of blocks), on every rank and once a step; then the update of
   /// the parameters that have a gradient by now, which may be called for some of them at a time.
   virtual void begin(double lr);
-  virtual void apply(double lr, const at::Tensor& skip = {});
+  virtual void apply(const UpdateTerms& terms);
   /// What take_back_count() goes back to; step() calls it.
   virtual void remember_counts();
   /// Whether begin() has anything to do.
   virtual bool needs_begin() const { return false; }
   /// Whether its operators leave everything alone where a number on the device says so; otherwise the host reads it first, and waits.
   virtual bool skips_on_device() const { return false; }
+
+  /// Whether its update on the host scales gradients as it reads them, takes those of fp32 parameters in 16 bits, and writes 16-bit weights along.
+  virtual bool updates_in_one_pass() const { return false; }
 
   /// Every state tensor that there is, parameter by parameter in the order of construction. The tensors are the live ones: copy into them to load.
   virtual std::vector<StateTensor> state() const = 0;
@@ -104,7 +121,9 @@ class Optimizer {
     double lr = 0, weight_decay = 0;
     std::vector<size_t> indices;
     std::vector<at::Tensor> parameters, gradients;
-    at::Tensor skip{};  ///< undefined: the update is made; else a device that the host does not read decides
+    at::Tensor skip{};                  ///< UpdateTerms
+    double gradient_scale = 1;          ///< UpdateTerms
+    std::vector<at::Tensor> rounded{};  ///< of UpdateTerms, one for each parameter or undefined; empty where there are none
 
     /// The gradients in their parameters' types, for operators that take one type alone: a wrapper may have reduced those of 16-bit weights in fp32.
     std::vector<at::Tensor> gradients_as_parameters() const;

@@ -31,8 +31,8 @@ void Several::begin(double lr) {
   for (const auto& optimizer : optimizers_) optimizer->begin(lr);
 }
 
-void Several::apply(double lr, const at::Tensor& skip) {
-  for (const auto& optimizer : optimizers_) optimizer->apply(lr, skip);
+void Several::apply(const UpdateTerms& terms) {
+  for (const auto& optimizer : optimizers_) optimizer->apply(terms);
 }
 
 bool Several::needs_begin() const {
@@ -41,6 +41,10 @@ bool Several::needs_begin() const {
 
 bool Several::skips_on_device() const {
   return std::ranges::all_of(optimizers_, [](const auto& optimizer) { return optimizer->skips_on_device(); });
+}
+
+bool Several::updates_in_one_pass() const {
+  return std::ranges::all_of(optimizers_, [](const auto& optimizer) { return optimizer->updates_in_one_pass(); });
 }
 
 std::vector<StateTensor> Several::state() const {

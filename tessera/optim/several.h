@@ -18,9 +18,10 @@ class Several final : public Optimizer {
   void take_back_count() override;
   void remember_counts() override;
   void begin(double lr) override;
-  void apply(double lr, const at::Tensor& skip = {}) override;
+  void apply(const UpdateTerms& terms) override;
   bool needs_begin() const override;
   bool skips_on_device() const override;
+  bool updates_in_one_pass() const override;
   std::vector<StateTensor> state() const override;
   void hold_state(const std::map<std::string, int64_t>& counts) override;
   std::map<std::string, int64_t> update_counts() const override;

@@ -1,5 +1,6 @@
 #include "tessera/precision/master_weights.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/Dispatch.h>
@@ -11,9 +12,10 @@
 #include "tessera/core/parallel.h"
 #include "tessera/memory/memory.h"
 
-// The optimizer inside knows nothing of 16 bits: it is handed masters as its parameters, and a gradient each. All gradients in fp32 at once would be a second
-// set of masters; instead its step is called several times, with the gradients of a few parameters each and none for the others, which it leaves alone. That is
-// the same update, since it goes element by element and counts updates for each parameter.
+// The optimizer inside is handed masters as its parameters, and a gradient each. One that updates in one pass is told which weights to write along. Others know
+// nothing of 16 bits. All gradients in fp32 at once would be a second set of masters; instead their step is called several times, with the gradients of a few
+// parameters each and none for the others, which they leave alone. That is the same update, since it goes element by element and counts updates for each
+// parameter.
 
 namespace tessera::precision {
 
@@ -103,7 +105,7 @@ void MasterWeights::follow_weights(const std::vector<Batch>& batches) {
   for (const Batch& batch : batches) {
     for (const size_t index : batch.indices) {
       make_master(index);
-      follow(masters_[index].tensor, parameters_[index].tensor.detach());
+      if (!is_written_along(index)) follow(masters_[index].tensor, parameters_[index].tensor.detach());
     }
   }
 }
@@ -120,14 +122,44 @@ void MasterWeights::prepare(const std::vector<Batch>& batches) {
   }
 }
 
+namespace {
+bool is_on_host(const at::Tensor& tensor) { return tensor.is_cpu() || tensor.is_meta(); }
+}  // namespace
+
+bool MasterWeights::is_written_along(size_t index) const {
+  const at::Tensor &weight = parameters_[index].tensor, &master = masters_[index].tensor;
+  return inner_->updates_in_one_pass() && is_on_host(weight) && (weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kHalf) &&
+         weight.is_non_overlapping_and_dense() && weight.strides() == master.strides();
+}
+
+void MasterWeights::update_in_one_pass(const Batch& batch) {
+  optim::RoundedWeights rounded;
+  for (size_t i = 0; i < batch.indices.size(); ++i) {
+    const at::Tensor& master = masters_[batch.indices[i]].tensor;
+    master.mutable_grad() = batch.gradients[i];
+    if (is_written_along(batch.indices[i])) rounded.emplace(master.unsafeGetTensorImpl(), batch.parameters[i].detach());
+  }
+  inner_->apply({.lr = batch.lr, .skip = batch.skip, .gradient_scale = batch.gradient_scale, .rounded = &rounded});
+  for (size_t i = 0; i < batch.indices.size(); ++i) {
+    const at::Tensor& master = masters_[batch.indices[i]].tensor;
+    master.mutable_grad() = at::Tensor();
+    if (rounded.contains(master.unsafeGetTensorImpl())) {
+      batch.parameters[i].unsafeGetTensorImpl()->bump_version();  // written as memory, past libtorch
+    } else {
+      batch.parameters[i].copy_(master);
+    }
+  }
+}
+
 void MasterWeights::update(const Batch& batch) {
+  if (inner_->updates_in_one_pass() && std::ranges::all_of(batch.parameters, is_on_host)) return update_in_one_pass(batch);
   for (size_t begin = 0; begin < batch.indices.size();) {
     const size_t end = staged_end(batch, begin);
     {
       const MemoryScope staging(MemoryCategory::Other);
       for (size_t i = begin; i < end; ++i) masters_[batch.indices[i]].tensor.mutable_grad() = batch.gradients[i].to(at::kFloat);
     }
-    inner_->apply(batch.lr, batch.skip);  // parameters without a gradient, all others, are left alone
+    inner_->apply({.lr = batch.lr, .skip = batch.skip, .gradient_scale = batch.gradient_scale});  // parameters without a gradient, all others, are left alone
     for (size_t i = begin; i < end; ++i) {
       const at::Tensor& master = masters_[batch.indices[i]].tensor;
       batch.parameters[i].copy_(master);

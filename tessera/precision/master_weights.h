@@ -16,8 +16,13 @@ namespace tessera::precision {
 ///
 /// It knows tensors and their slices alone: given a rank's shards, it holds the masters of the shards. Works on meta.
 ///   state     that of the optimizer inside, on the masters, and "master": fp32, the weights' slices. A checkpoint keeps both
-///   memory    4 bytes an element beyond the inner state, once; while it steps, fp32 copies of 16-bit gradients, kStagingBytes or one parameter at a time
-///   traffic   12 bytes an element and step beyond the inner update (16 with 16-bit gradients)
+/// On the host an inner optimizer that updates in one pass (AdamW) follows and rounds in that pass, and reads 16-bit gradients as they are:
+///   traffic   4 bytes an element and step beyond the inner update, 2 with 16-bit gradients
+/// Elsewhere, and of other optimizers,
+///   traffic   18 bytes beyond it; 26 with 16-bit gradients
+///   memory    while it steps, fp32 copies of 16-bit gradients, kStagingBytes or one parameter at a time
+/// In all cases
+///   memory    4 bytes an element beyond the inner state, once
 /// Masters begin as the weights are at construction. Who writes weights later (a checkpoint without masters, clamping, an average that is swapped in) is
 /// followed: a master that does not round to its weight when a step begins takes the weight's value.
 class MasterWeights final : public optim::Optimizer {
@@ -35,6 +40,7 @@ class MasterWeights final : public optim::Optimizer {
   std::vector<optim::StateTensor> state() const override;
   bool needs_begin() const override { return true; }
   bool skips_on_device() const override { return inner_->skips_on_device(); }
+  bool updates_in_one_pass() const override { return inner_->updates_in_one_pass(); }
   void hold_state(const std::map<std::string, int64_t>& counts) override;
 
  private:
@@ -43,6 +49,9 @@ class MasterWeights final : public optim::Optimizer {
   void counts_changed() override;
   void follow_weights(const std::vector<Batch>& batches);
   size_t staged_end(const Batch& batch, size_t begin) const;
+  /// Whether the optimizer inside follows and writes this weight along with its master.
+  bool is_written_along(size_t index) const;
+  void update_in_one_pass(const Batch& batch);
 
   /// Gives the weight a master that has none, for it was frozen.
   void make_master(size_t index);

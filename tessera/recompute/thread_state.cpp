@@ -62,7 +62,7 @@ void ThreadState::set_autocast(const std::array<Autocast, 2>& autocast) {
 
 ThreadState::ThreadState(const nn::Values& inputs)
     : sample_(nn::SampleScope::current()),
-      kernels_(kernels::kernel_choice()),
+      kernels_(kernels::kernel_choices()),
       later_(nn::LeaveWeightGradients::current()),
       memory_(MemoryContext::current()),
       autocast_(autocast_now()),

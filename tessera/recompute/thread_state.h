@@ -59,7 +59,7 @@ class ThreadState {
   nn::SampleContext sample_;
   nn::MaskKeys::Record mask_keys_;
   nn::Decisions::Record decisions_;
-  kernels::KernelChoice kernels_;
+  kernels::KernelChoices kernels_;
   std::shared_ptr<nn::WeightGradients> later_;
   MemoryContext memory_;
   std::array<Autocast, 2> autocast_;

@@ -359,7 +359,7 @@ const Row kRows[] = {
                  "aten::sign",        "aten::sin",         "aten::cos",        "aten::tan",        "aten::sinh",      "aten::cosh",      "aten::atan",
                  "aten::erf",         "aten::floor",       "aten::ceil",       "aten::round",      "aten::trunc",     "aten::frac",      "aten::clamp",
                  "aten::clamp_min",   "aten::clamp_max",   "aten::nan_to_num", "aten::isnan",      "aten::isinf",     "aten::isfinite",  "aten::logical_not",
-                 "aten::bitwise_not", "aten::log_sigmoid", "aten::logit"}},
+                 "aten::bitwise_not", "aten::log_sigmoid", "aten::logit",      "tessera::activate"}},
     {pointwise,
      {"aten::add",         "aten::sub",         "aten::rsub",      "aten::mul",         "aten::div",        "aten::floor_divide", "aten::remainder",
       "aten::fmod",        "aten::maximum",     "aten::minimum",   "aten::fmax",        "aten::fmin",       "aten::atan2",        "aten::where",

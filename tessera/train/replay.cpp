@@ -189,13 +189,15 @@ nlohmann::json Replay::arithmetic(at::Device device) const {
   PrecisionConfig::for_each_field(config_.precision, [&](const char* key, const auto& value, const FieldRule&, std::string_view) { precision[key] = value; });
   precision.erase("reduce");  // gradients' alone
   precision.erase("loss_scale");
+  const ByPattern& chosen = config_.run.kernels;
+  const nlohmann::json kernels = chosen.by_pattern.empty() ? nlohmann::json(chosen.everywhere) : nlohmann::json(chosen.by_pattern);
   const bool widened = config_.precision.compute == "bf16" && kernels::is_widened(at::kBFloat16, device);
   const auto batch = mesh_roles(config_).batch.names;
   for (const auto& [axis, size] : mesh_.shape()) {
     if (size > 1 && std::ranges::find(batch, axis) == batch.end()) axes[axis] = size;
   }
-  nlohmann::json arithmetic = {{"threads", at::get_num_threads()}, {"kernels", config_.run.kernels}, {"precision", precision}, {"mesh", axes},
-                               {"processor", processor()},         {"torch", TORCH_VERSION},         {"tessera", version()}};
+  nlohmann::json arithmetic = {{"threads", at::get_num_threads()}, {"kernels", kernels},     {"precision", precision}, {"mesh", axes},
+                               {"processor", processor()},         {"torch", TORCH_VERSION}, {"tessera", version()}};
   if (config_.recompute.ffn_tile > 0) arithmetic["ffn_tile"] = config_.recompute.ffn_tile;  // products of fewer rows
   if (widened) arithmetic["products"] = "widened";
   if (!device.is_cpu())

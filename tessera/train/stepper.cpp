@@ -36,8 +36,16 @@ namespace tessera {
 
 namespace {
 
-kernels::KernelChoice choice_of(const Config& config) {
-  return config.run.kernels == "reference" ? kernels::KernelChoice::Reference : kernels::KernelChoice::Auto;
+kernels::KernelChoices choices_of(const ByPattern& kernels) {
+  using kernels::KernelChoice;
+  const auto choice_of = [](const std::string& choice) { return choice == "reference" ? KernelChoice::Reference : KernelChoice::Auto; };
+  const auto& named = kernels.by_pattern;
+  const auto rest = named.find("*");
+  kernels::KernelChoices choices(choice_of(rest == named.end() ? kernels.everywhere : rest->second));
+  for (const auto& [name, choice] : named) {
+    if (const auto kernel = kernels::kernel_named(name)) choices.set(*kernel, choice_of(choice));
+  }
+  return choices;
 }
 
 /// Whose rows lie on the ranks of `elements`. `device` is that of the model, whose engine adds up. `meanwhile` runs while it does.
@@ -106,6 +114,10 @@ void require_finite_updates(const data::StepBatch& batch, double norm) {
                      "optim.lr"));
 }
 
+bool lie_on_host(const std::vector<nn::NamedParameter>& parameters) {
+  return std::ranges::all_of(parameters, [](const auto& parameter) { return parameter.tensor.is_cpu() || parameter.tensor.is_meta(); });
+}
+
 RankScope& computing_on(at::Device device, RankScope& scope) {
   scope.compute_on(device);
   return scope;
@@ -133,8 +145,8 @@ RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory
     : graph_(config.run.graph),
       limit_(config.run.memory_limit_bytes),
       memory_(std::move(memory)),
-      kernels_(choice_of(config)),
-      products_(choice_of(config) == kernels::KernelChoice::Auto) {
+      kernels_(choices_of(config.run.kernels)),
+      products_(!kernels::takes_reference(kernels::Kernel::fp32_products)) {
   at::set_num_threads(threads_per_rank(config.run, local_ranks));
   if (limit_ == 0) return;
   memory_.set_limit(limit_);
@@ -237,9 +249,19 @@ at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device de
   }
   nn::sum_terms(run_.layers, run_.updated, run_.cut);
   if (run_.tied) run_.tied->sum();
-  run_.loss_scale.unscale(run_.updated);
+  still_scaled_ = unscales_with_the_update(request);
+  if (!still_scaled_) run_.loss_scale.unscale(run_.updated);
   if (request.gradients_ready) request.gradients_ready();
-  return norm_of(config_, run_, device, tentative_ ? [this, lr] { tentative_->make(lr); } : std::function<void()>());
+  at::Tensor norm = norm_of(config_, run_, device, tentative_ ? [this, lr] { tentative_->make(lr); } : std::function<void()>());
+  return still_scaled_ ? norm.div_(run_.loss_scale.value()) : norm;
+}
+
+/// Where nobody looks at gradients between, and it makes no difference to a bit: powers of two.
+bool Stepper::unscales_with_the_update(const StepRequest& request) const {
+  int exponent = 0;
+  const double value = run_.loss_scale.value();
+  return value != 1 && std::frexp(value, &exponent) == 0.5 && !request.gradients_ready && !tentative_ && !graph_ && lie_on_host(run_.updated) &&
+         run_.optimizer->updates_in_one_pass();
 }
 
 bool Stepper::post_validate(const at::Tensor& norm) {
@@ -253,8 +275,10 @@ bool Stepper::post_validate(const at::Tensor& norm) {
 
 void Stepper::update(const at::Tensor& norm, double lr) {
   const HostMemory beside(run_.offloaded);
-  if (config_.optim.max_grad_norm > 0) optim::clip_gradients(run_.updated, norm, config_.optim.max_grad_norm);
-  run_.optimizer->step(lr, optim::not_finite(norm));
+  const double most = config_.optim.max_grad_norm;
+  at::Tensor scale = most > 0 ? optim::clip_factor(norm, most) : at::Tensor();
+  if (still_scaled_) scale = (scale.defined() ? scale : at::ones_like(norm)).div_(run_.loss_scale.value());
+  run_.optimizer->step(lr, optim::not_finite(norm), scale);
 }
 
 void Stepper::hand_on() {

@@ -136,6 +136,8 @@ class Stepper {
   at::Tensor forward_backward(const data::StepBatch& batch, const StepRequest& request, double lr);
   /// What the update needs of all ranks' gradients, and their norm. `device` is that of the model.
   at::Tensor complete_gradients(const StepRequest& request, at::Device device, double lr);
+  /// Whether gradients keep the loss scale until the update reads them.
+  bool unscales_with_the_update(const StepRequest& request) const;
   /// Whether the update that was made while the norm was on its way is the right one; otherwise it is taken back.
   bool post_validate(const at::Tensor& norm);
   void update(const at::Tensor& norm, double lr);
@@ -157,6 +159,7 @@ class Stepper {
   bool resumed_;
   optim::LearningRate learning_rate_;
   std::optional<StepFlops> flops_;  ///< of this rank
+  bool still_scaled_ = false;       ///< the step's gradients: unscales_with_the_update()
   ExpertLoads experts_;
   StepClock clock_;
   std::optional<StepGraph> graph_;  ///< run.graph

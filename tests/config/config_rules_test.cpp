@@ -405,6 +405,13 @@ TEST(Context, OnePartWhereAWindowMakesWorkEven) {
   }
 }
 
+TEST(Validate, KernelsAreChosenByNamesThatThereAre) {
+  EXPECT_EQ(refusal([](Config& c) { c.run.kernels = "reference"; }), "(accepted)");
+  EXPECT_EQ(refusal([](Config& c) { c.run.kernels.by_pattern = {{"rms_norm", "reference"}, {"swiglu", "auto"}, {"*", "reference"}}; }), "(accepted)");
+  EXPECT_THAT(refusal([](Config& c) { c.run.kernels.by_pattern = {{"rmsnorm", "reference"}}; }),
+              AllOf(StartsWith("run.kernels: 'rmsnorm' = reference: there is no kernel of this name; did you mean rms_norm?"), HasSubstr("attention, ")));
+}
+
 TEST(Validate, SequencesThatCannotBeCutAreRefused) {
   const auto cut = [](int cp, const std::string& method, int ulysses = 0, int tp = 1) {
     return refusal(

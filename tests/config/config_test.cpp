@@ -119,6 +119,18 @@ TEST(ConfigParse, ChoicesAreListedWhenRefused) {
   EXPECT_EQ(parse("[precision]\nloss_scale = 0.5").precision.loss_scale, "0.5");
 }
 
+TEST(ConfigParse, KernelsAreChosenTogetherOrByName) {
+  EXPECT_TRUE(parse("").run.kernels.is("auto"));
+  EXPECT_TRUE(parse("", {"run.kernels=reference"}).run.kernels.is("reference"));
+  const std::map<std::string, std::string> expected{{"*", "reference"}, {"attention", "auto"}};
+  const Config one = parse("[run.kernels]\nattention = \"auto\"\n\"*\" = \"reference\"");
+  EXPECT_EQ(one.run.kernels.by_pattern, expected);
+  EXPECT_EQ(parse("", {"run.kernels={ attention = \"auto\", \"*\" = \"reference\" }"}), one);
+  EXPECT_EQ(parse(to_toml(one)), one);
+  EXPECT_EQ(parse("[run]\nkernels = { rope = \"reference\" }").run.kernels.everywhere, "auto") << "the rest";
+  EXPECT_THAT(refusal("[run]\nkernels = { rope = \"refrence\" }"), AllOf(HasSubstr("run.kernels = \"refrence\""), HasSubstr("did you mean reference?")));
+}
+
 TEST(ConfigParse, SetSplitsAtTheFirstEqualsAndReadsToml) {
   const auto config = parse("[run]\nsteps = 5", {"run.steps=7", "optim.betas=[0.8, 0.9]", "data.shuffle=false", "comm.interface=a=b", " optim.lr =1e-3"});
   EXPECT_EQ(config.run.steps, 7);

@@ -27,15 +27,30 @@ TEST(AdamWKernel, EqualsLibtorchsFusedOperator) {
 }
 
 TEST(AdamWKernel, ClipsAndRoundsInTheSamePass) {
-  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+  for (const auto& [dtype, of_copy] : {std::pair{at::kFloat, at::kBFloat16}, {at::kBFloat16, at::kBFloat16}, {at::kHalf, at::kHalf}}) {
     Moments one(333), two(333);
-    const at::Tensor gradient = one.gradient.to(dtype), copy = at::empty({333}, at::kBFloat16);
+    const at::Tensor gradient = one.gradient.to(dtype), copy = one.parameter.to(of_copy);
     AdamWStep clipped = kStep;
     clipped.gradient_scale = 0.37f;
     adamw_(one.parameter, gradient, one.exp_avg, one.exp_avg_sq, clipped, copy);
     adamw_(two.parameter, gradient.to(at::kFloat) * 0.37f, two.exp_avg, two.exp_avg_sq, kStep);
     for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(one.all()[i], two.all()[i])) << i;
-    EXPECT_TRUE(at::equal(copy, one.parameter.to(at::kBFloat16)));
+    EXPECT_TRUE(at::equal(copy, one.parameter.to(of_copy)));
+  }
+}
+
+TEST(AdamWKernel, FollowsACopyThatWasWritten) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    Moments one(333), two(333);
+    const at::Tensor copy = one.parameter.to(dtype);
+    for (const int64_t i : {0, 7, 200, 332}) {
+      copy[i] = 3;
+      two.parameter[i] = 3;
+    }
+    adamw_(one.parameter, one.gradient, one.exp_avg, one.exp_avg_sq, kStep, copy);
+    adamw_(two.parameter, two.gradient, two.exp_avg, two.exp_avg_sq, kStep);
+    for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(one.all()[i], two.all()[i])) << i;
+    EXPECT_TRUE(at::equal(copy, two.parameter.to(dtype)));
   }
 }
 

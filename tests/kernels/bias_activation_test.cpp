@@ -26,6 +26,18 @@ TEST(BiasActivation, EqualsTheReferenceInDoublePrecision) {
   }
 }
 
+TEST(BiasActivation, WithoutABiasIsTheActivation) {
+  for (const auto activation : {Activation::Silu, Activation::Gelu}) {
+    const auto fused = [=](const std::vector<at::Tensor>& in) { return activate(in[0], activation); };
+    const auto plain = [=](const std::vector<at::Tensor>& in) { return activation == Activation::Silu ? at::silu(in[0]) : at::gelu(in[0], "tanh"); };
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+      for (const std::vector<int64_t>& shape : {std::vector<int64_t>{3, 67, 33}, {130, 1}, {5}, {0, 4}, {4, 0}}) {
+        expect_same(fused, plain, {random(shape, dtype) * 3}, std::max(2e-6, tolerance(dtype)));
+      }
+    }
+  }
+}
+
 TEST(BiasActivation, BitsDoNotDependOnThreads) {
   const at::Tensor x = random({700, 96}), bias = random({96}, at::kFloat, 2), cotangent = random({700, 96}, at::kFloat, 3);
   expect_thread_independent([&] {

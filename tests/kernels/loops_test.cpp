@@ -2,6 +2,8 @@
 
 #include "tessera/kernels/cpu/loops.h"
 
+#include <limits>
+
 #include "tests/kernels/support.h"
 
 namespace tessera::kernels::cpu {
@@ -98,6 +100,48 @@ TEST(Loops, EveryInstructionSetBringsTheSameNumbersBackFromCodes) {
           return out;
         };
         for (const Loops* table : others()) EXPECT_TRUE(at::equal(run(*table), run(*loops_baseline()))) << table->name << " " << offset << " " << block;
+      }
+    }
+  }
+}
+
+/// Every number of 16 bits, and fp32 beside the middle between two of them: an update of nothing shows how they are widened and rounded.
+TEST(Loops, WidenAndRoundAsLibtorch) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const at::Tensor numbers = at::arange(65536, at::kInt).to(at::kShort).view(dtype), wide = numbers.to(at::kFloat);
+    const auto bits = [](const at::Tensor& floats) { return floats.view(at::kInt); };
+    const at::Tensor middle = bits(wide) + (dtype == at::kHalf ? 0x1000 : 0x8000);
+    const auto beside = [&](int by) { return (middle + by).to(at::kInt).view(at::kFloat); };
+    std::vector<const Loops*> tables = others();
+    tables.push_back(loops_baseline());
+    for (const Loops* table : tables) {
+      const auto update_of_nothing = [&](const at::Tensor& parameter, const at::Tensor& copy) {
+        const at::Tensor gradient = at::zeros_like(parameter), exp_avg = at::zeros_like(parameter), exp_avg_sq = at::zeros_like(parameter);
+        table->adamw({.parameter = parameter.data_ptr<float>(),
+                      .gradient = {gradient.const_data_ptr(), Type::Float},
+                      .exp_avg = exp_avg.data_ptr<float>(),
+                      .exp_avg_sq = exp_avg_sq.data_ptr<float>(),
+                      .copy = {copy.data_ptr(), dtype == at::kHalf ? Type::Half : Type::BFloat16},
+                      .scale = 1,
+                      .beta1 = 0,
+                      .beta2 = 0,
+                      .rest1 = 1,
+                      .rest2 = 1,
+                      .eps = 1,
+                      .kept = 1,
+                      .step_size = 0,
+                      .inverse_root = 1},
+                     0, parameter.numel());
+      };
+      const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.eq(b).logical_or(a.ne(a).logical_and(b.ne(b))).all().item<bool>(); };
+      const at::Tensor follows = at::full_like(wide, std::numeric_limits<float>::quiet_NaN()), shown = numbers.clone();
+      update_of_nothing(follows, shown);
+      EXPECT_TRUE(same(follows, wide)) << table->name << " " << dtype;
+      for (const int by : {-1, 0, 1}) {
+        const at::Tensor parameter = beside(by), kept = parameter.clone(), copy = parameter.to(dtype), as_was = copy.clone();
+        update_of_nothing(parameter, copy);
+        EXPECT_TRUE(same(parameter, kept)) << table->name << " " << dtype << " " << by << ": rounds another way, and takes the copy's value";
+        EXPECT_TRUE(same(copy, as_was)) << table->name << " " << dtype << " " << by;
       }
     }
   }

@@ -3,6 +3,7 @@
 #include "tessera/memory/memory.h"
 
 #include "tessera/kernels/attention.h"
+#include "tessera/kernels/bias_activation.h"
 #include "tessera/kernels/dropout.h"
 #include "tessera/kernels/fp8.h"
 #include "tessera/kernels/linear_cross_entropy.h"
@@ -125,6 +126,7 @@ std::vector<Case> cases() {
   add("layer_norm_mixed", trained([](const Tensors& in) { return at::layer_norm(in[0], {40}, in[1], in[2], 1e-5); }),
       [](at::ScalarType) { return Tensors{leaf({2, 70, 40}, at::kBFloat16), leaf({40}, at::kFloat), leaf({40}, at::kFloat)}; });
   add("gelu", trained([](const Tensors& in) { return at::gelu(in[0], "tanh"); }), [](at::ScalarType t) { return Tensors{leaf({20, 33}, t)}; });
+  add("activate", trained([](const Tensors& in) { return activate(in[0], Activation::Gelu); }), [](at::ScalarType t) { return Tensors{leaf({20, 33}, t)}; });
   add("relu", trained([](const Tensors& in) { return at::relu(in[0]); }), [](at::ScalarType t) { return Tensors{leaf({20, 33}, t)}; });
   add("silu", trained([](const Tensors& in) { return at::silu(in[0]); }), [](at::ScalarType t) { return Tensors{leaf({20, 33}, t)}; });
   add("softmax", trained([](const Tensors& in) { return at::softmax(in[0], -1); }), [](at::ScalarType t) { return Tensors{leaf({20, 33}, t)}; });

@@ -49,13 +49,13 @@ TEST(RmsNorm, BitsDoNotDependOnThreads) {
 }
 
 TEST(RmsNorm, ReferenceIsChosenPerThreadAndOnlyWhileTheGuardLives) {
-  EXPECT_EQ(kernel_choice(), KernelChoice::Auto);
+  EXPECT_EQ(kernel_choices(), KernelChoices());
   const at::Tensor x = random({4, 8}, at::kDouble), weight = random({8}, at::kDouble, 2);
   {
     const KernelChoiceGuard guard(KernelChoice::Reference);
     EXPECT_EQ(rms_norm(x, weight, kEps).scalar_type(), at::kDouble);
   }
-  EXPECT_EQ(kernel_choice(), KernelChoice::Auto);
+  EXPECT_EQ(kernel_choices(), KernelChoices());
   EXPECT_THAT(message_of<ConfigError>([&] { rms_norm(x, weight, kEps); }), ::testing::HasSubstr("run.kernels = \"reference\""));
 }
 

@@ -28,7 +28,7 @@ struct Seen {
   std::thread::id thread;
   std::string site;
   uint64_t seed = 0;
-  kernels::KernelChoice kernels = kernels::KernelChoice::Auto;
+  kernels::KernelChoices kernels{};
   bool recomputing = false;
   std::string own_site, site_behind_its_own;
 };
@@ -49,7 +49,7 @@ struct Nested : torch::autograd::Function<Nested> {
       *seen = {.thread = std::this_thread::get_id(),
                .site = std::string(comm::CallSite::current()),
                .seed = SampleScope::current().seed,
-               .kernels = kernels::kernel_choice(),
+               .kernels = kernels::kernel_choices(),
                .recomputing = recomputing()};
       {
         const comm::CallSite own("in the pass");

@@ -51,7 +51,7 @@ struct Pair {
     for (size_t i = 0; i < cpu.size(); ++i) {
       if (i == 3 && step == 1) at::Tensor(device[i].tensor).mutable_grad() = at::Tensor();  // sits one step out
       const at::Tensor gradient = device[i].tensor.grad();
-      at::Tensor(cpu[i].tensor).mutable_grad() = gradient.defined() ? gradient.to(at::kCPU) : at::Tensor();
+      at::Tensor(cpu[i].tensor).mutable_grad() = gradient.defined() ? gradient.to(at::kCPU).clone() : at::Tensor();
     }
   }
   void expect_equal() const {
@@ -71,8 +71,11 @@ TEST_P(HostOptimizerOf, IsBitForBitInPiecesOfAnySize) {
     const auto plain = optim::make_optimizer(config_of(GetParam()), pair.cpu);
     for (int step = 0; step < 4; ++step) {
       pair.draw(step);
-      away.step(1e-2);
-      plain->step(1e-2);
+      const auto scale = [](const std::vector<nn::NamedParameter>& parameters) {
+        return at::full({}, 0.3, parameters.front().tensor.options().dtype(at::kDouble).requires_grad(false));
+      };
+      away.step(1e-2, {}, step == 1 ? scale(pair.device) : at::Tensor());
+      plain->step(1e-2, {}, step == 1 ? scale(pair.cpu) : at::Tensor());
       if (step == 2) {  // somebody writes the weights
         const at::NoGradGuard no_grad;
         for (auto* all : {&pair.device, &pair.cpu}) at::Tensor(all->at(4).tensor).mul_(0.5);

@@ -11,6 +11,7 @@
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 #include "tessera/optim/adamw.h"
+#include "tessera/optim/clip.h"
 #include "tessera/optim/sgd.h"
 #include "tests/optim/parameters.h"
 
@@ -98,6 +99,43 @@ TEST_P(EveryOptimizer, AStepIsSkippedByWhatTheNormSays) {
   const auto got = skipping->state(), want = plain->state();
   ASSERT_EQ(got.size(), want.size());
   for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i].tensor, want[i].tensor)) << got[i].parameter << "." << got[i].state;
+}
+
+TEST_P(EveryOptimizer, ScalesGradientsAsClippingBeforeItDoes) {
+  const auto ours = make_parameters(kShapes), clipped = make_parameters(kShapes);
+  const auto optimizer = make_optimizer(config_of(GetParam()), ours), reference = make_optimizer(config_of(GetParam()), clipped);
+  for (int step = 1; step <= 3; ++step) {
+    draw_gradients(ours, step);
+    draw_gradients(clipped, step);
+    const at::Tensor before = ours[0].tensor.grad().clone(), factor = clip_factor(global_norm(ours), step == 2 ? 1e9 : 0.7);
+    optimizer->step(0.1, not_finite(global_norm(ours)), factor);
+    scale_gradients(clipped, factor);
+    reference->step(0.1);
+    if (optimizer->updates_in_one_pass() && factor.is_cpu()) EXPECT_TRUE(at::equal(ours[0].tensor.grad(), before)) << "gradients are read";
+  }
+  for (size_t i = 0; i < ours.size(); ++i) EXPECT_TRUE(at::equal(ours[i].tensor, clipped[i].tensor)) << ours[i].name;
+  const auto got = optimizer->state(), want = reference->state();
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i].tensor, want[i].tensor)) << got[i].parameter << "." << got[i].state;
+}
+
+/// What the pass does not know is multiplied before it.
+TEST(AdamW, ScalesGradientsOfEveryType) {
+  for (const auto dtype : {at::kDouble, at::kBFloat16}) {
+    const auto make = [&] {
+      std::vector<nn::NamedParameter> parameters = make_parameters({{5, 3}, {40}});
+      for (auto& parameter : parameters) parameter.tensor = parameter.tensor.detach().to(dtype).requires_grad_(true);
+      return parameters;
+    };
+    const auto ours = make(), scaled = make();
+    AdamW optimizer(decay_groups(ours, "all", 0.1)), reference(decay_groups(scaled, "all", 0.1));
+    draw_gradients(ours, 1);
+    draw_gradients(scaled, 1);
+    const at::Tensor factor = at::full({}, 0.25, ours[0].tensor.options().dtype(at::kDouble).requires_grad(false));
+    optimizer.step(0.1, {}, factor);
+    for (const auto& parameter : scaled) at::Tensor(parameter.tensor).mutable_grad().mul_(0.25);
+    reference.step(0.1);
+    for (size_t i = 0; i < ours.size(); ++i) EXPECT_TRUE(at::equal(ours[i].tensor, scaled[i].tensor)) << dtype;
+  }
 }
 
 TEST_P(EveryOptimizer, UpdatesAParameterWithGapsAndNothingBesideIt) {

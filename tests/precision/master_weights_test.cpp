@@ -6,6 +6,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/rng.h"
+#include "tessera/memory/memory.h"
 #include "tessera/precision/gradient_dtype.h"
 #include "tests/test_device.h"
 
@@ -136,6 +137,40 @@ TEST_P(MasterWeightsOf, GoesOnFromItsState) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Optimizers, MasterWeightsOf, ::testing::Values("adamw", "sgd"), [](const auto& info) { return info.param; });
+
+/// The update, clipping, and the weight in one pass: the bits of a pass for each, and no memory beside it.
+TEST(MasterWeights, UpdateInOnePassOnTheHost) {
+  if (!testing_support::test_device().is_cpu()) GTEST_SKIP() << "devices round in a pass of its own";
+  const at::NoGradGuard no_grad;  // parameters are written to
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    for (const auto of_gradient : {dtype, at::kFloat}) {
+      const std::vector<std::vector<int64_t>> shapes{{7, 5}, {}, {0, 3}, {1000}};
+      auto weights = make_parameters(shapes, dtype), reference = make_parameters(shapes, at::kFloat);
+      weights.push_back({"gaps", values({6, 8}, "gaps").to(dtype).narrow(1, 2, 3).detach().requires_grad_(true), {}});
+      reference.push_back({"gaps", weights.back().tensor.detach().to(at::kFloat).contiguous().requires_grad_(true), {}});
+      for (const auto* both : {&weights, &reference}) nn::set_slice(both->back().tensor, Slice::whole("gaps", {6, 3}));
+      for (size_t i = 0; i < weights.size(); ++i) reference[i].tensor.copy_(weights[i].tensor);
+      const auto masters = make_optimizer(config_of("adamw"), policy(dtype), 0, weights), plain = make_optimizer(config_of("adamw"), {}, 0, reference);
+      const at::Tensor scale = at::full({}, 0.37, at::kDouble);
+      for (int step = 0; step < 3; ++step) {
+        set_gradients(weights, step, of_gradient);
+        set_gradients(reference, step, of_gradient);
+        for (const auto& parameter : reference) at::Tensor(parameter.tensor).mutable_grad() = parameter.tensor.grad().to(at::kFloat) * 0.37f;
+        const auto version = weights[0].tensor._version();
+        masters->step(1e-2, {}, scale);
+        plain->step(1e-2);
+        EXPECT_GT(weights[0].tensor._version(), version) << "who keeps copies of weights sees by this that they changed";
+      }
+      for (size_t i = 0; i < weights.size(); ++i) EXPECT_TRUE(at::equal(weights[i].tensor, reference[i].tensor.to(dtype))) << dtype << " " << i;
+      weights.pop_back();
+      const auto alike = make_optimizer(config_of("adamw"), policy(dtype), 0, weights);
+      MemoryTracker tracker;
+      const TrackMemory tracking(tracker);
+      alike->step(1e-2, {}, scale);
+      EXPECT_LE(tracker.peak(), 64) << "counts alone, and nothing is staged";
+    }
+  }
+}
 
 TEST(MasterWeights, GathersUpdatesThatSixteenBitsWouldRoundAway) {
   const at::NoGradGuard no_grad;  // parameters are written to

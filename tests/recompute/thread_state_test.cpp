@@ -112,10 +112,10 @@ TEST(RecomputeState, AnotherThreadMayWorkInItsState) {
 TEST(RecomputeState, KernelsAreThoseOfTheFirstPass) {
   struct ChoosingImpl : nn::Module {
     at::Tensor forward(const at::Tensor& x) {
-      choices.push_back(kernels::kernel_choice());
+      choices.push_back(kernels::kernel_choices());
       return x.exp();
     }
-    std::vector<kernels::KernelChoice> choices;
+    std::vector<kernels::KernelChoices> choices;
   };
   auto choosing = std::make_shared<ChoosingImpl>();
   const auto again = recompute(*choosing, {.modules = ""});
@@ -125,8 +125,8 @@ TEST(RecomputeState, KernelsAreThoseOfTheFirstPass) {
     y = nn::call(*choosing, input().requires_grad_());
   }
   y.sum().backward();
-  EXPECT_EQ(choosing->choices, std::vector(2, kernels::KernelChoice::Reference));
-  EXPECT_EQ(kernels::kernel_choice(), kernels::KernelChoice::Auto);
+  EXPECT_EQ(choosing->choices, std::vector(2, kernels::KernelChoices(kernels::KernelChoice::Reference)));
+  EXPECT_EQ(kernels::kernel_choices(), kernels::KernelChoices());
 }
 
 /// Backward puts autocast back of its own accord, so what the guard leaves shows only without one.

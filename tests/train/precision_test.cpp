@@ -5,8 +5,8 @@
 
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
-#include "tests/train/fixture.h"
 #include "tests/test_device.h"
+#include "tests/train/fixture.h"
 
 namespace tessera {
 namespace {
@@ -75,6 +75,31 @@ TEST_F(Precision, AScaleThatIsAPowerOfTwoChangesNoBit) {
   const auto plain = train(config("llama", crossing), 1), scaled = train(config("llama", with(crossing, {"precision.loss_scale=4096"})), 1);
   EXPECT_EQ(difference(scaled.weights, plain.weights), 0);
   EXPECT_EQ(difference(scaled.gradients, plain.gradients), 0) << "what is recorded is unscaled";
+}
+
+/// Where nobody looks at gradients, it is the update that takes the scale away.
+TEST_F(Precision, UnscalingInTheUpdateChangesNoBit) {
+  const auto last_weights = [&](const Sets& sets, bool looked_at) {
+    const Config settings = config("llama", with({"run.steps=3", "batch.global_size=4", "optim.max_grad_norm=0.5"}, sets));
+    Mesh mesh(comm::World::alone(), mesh_shape(settings.mesh, settings.zero.stage, 1));
+    RankScope scope(settings, 1);
+    Stepper stepper(settings, mesh, testing_support::test_device(), scope);
+    data::Loader loader(corpus(settings), loader_options(settings, mesh));
+    double norm = 0;
+    for (int step = 0; step < 3; ++step) {
+      const auto outcome = stepper.step(loader.next(), {.gradients_ready = looked_at ? [] {} : std::function<void()>()});
+      norm += outcome.grad_norm;
+    }
+    std::vector<at::Tensor> all;
+    for (const auto& parameter : stepper.run().parameters) all.push_back(parameter.tensor.detach().reshape({-1}));
+    return std::pair{at::cat(all), norm};
+  };
+  for (const Sets& sets : {kHalf, with(kHalf, {"precision.loss_scale=1000"}), Sets{"precision.loss_scale=4096"}}) {
+    const auto [with_the_update, norm] = last_weights(sets, false);
+    const auto [before_it, same_norm] = last_weights(sets, true);
+    EXPECT_TRUE(at::equal(with_the_update, before_it)) << ::testing::PrintToString(sets);
+    EXPECT_EQ(norm, same_norm) << ::testing::PrintToString(sets);
+  }
 }
 
 TEST_F(Precision, LayoutsAgree) {

@@ -243,7 +243,8 @@ class LayoutDice : private Dice {
   void draw_rest() {
     set_once_in(4, "loss.label_smoothing", "0.1");
     set_once_in(4, "loss.z_loss", "0.01");
-    set_once_in(6, "run.kernels", "reference");
+    if (once_in(6))
+      set("run.kernels", word({"reference", R"({ attention = "reference", rope = "reference" })", R"({ "*" = "reference", rms_norm = "auto" })"}));
     if (stage_ == 0) set_once_in(4, "run.deterministic", "true");
     set_once_in(5, "comm.backend", "gloo");
     set_once_in(5, "comm.check", "true");

@@ -54,7 +54,7 @@ TEST_F(RecomputeRun, HasTheSameBitsInEveryForm) {
                                    {kFull, "recompute.modules=head"},
                                    {kFull, "recompute.budget_bytes=45000"},
                                    {kSelective, "recompute.keep=[\"mm\", \"addmm\"]"},
-                                   {kSelective, "recompute.keep=[\"tessera::swiglu\", \"gelu\"]"}};
+                                   {kSelective, "recompute.keep=[\"tessera::swiglu\", \"tessera::activate\"]"}};
   expect_same_bits("llama", few({"model.dropout=0.1"}), 1, forms);
   expect_same_bits("gpt2", few({"model.dropout=0.1"}), 2, forms);
 }

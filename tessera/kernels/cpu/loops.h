@@ -9,7 +9,7 @@
 /// rows; what a row gives does not depend on the range. Arithmetic is fp32 whatever the type of the data.
 namespace tessera::kernels::cpu {
 
-enum class Type : uint8_t { Float, BFloat16 };
+enum class Type : uint8_t { Float, BFloat16, Half };  ///< Half: of updates alone (AdamW)
 
 struct Input {
   const void* data = nullptr;
@@ -83,12 +83,12 @@ struct EmbeddingGradient {
   float* sum;  ///< [vocabulary, dim]
 };
 
-/// AdamW over elements that lie side by side; see kernels/adamw.h. The gradient is multiplied by `scale` first; `copy` (bf16) may be null.
+/// AdamW over elements that lie side by side; see kernels/adamw.h. The gradient is multiplied by `scale` first; `copy` (16 bits) may have no data.
 struct AdamW {
   float* parameter;
   Input gradient;
   float *exp_avg, *exp_avg_sq;
-  void* copy;
+  Output copy;
   float scale, beta1, beta2, rest1, rest2, eps, kept, step_size, inverse_root;
 };
 

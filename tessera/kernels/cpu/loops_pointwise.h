@@ -49,14 +49,16 @@ void swiglu_backward_rows(const SwiGluBackward& args, int64_t begin, int64_t end
   }
 }
 
+/// A bias that has no data is none, and then nobody asks for its gradient's partial sums.
 template <class X, class B, class Gate>
 void bias_activation_rows(const BiasActivation& args, int64_t begin, int64_t end) {
-  const auto* bias = static_cast<const B*>(args.bias.data);
+  const auto* const bias = static_cast<const B*>(args.bias.data);
   for (int64_t row = begin; row < end; ++row) {
     const X* x = static_cast<const X*>(args.x.data) + row * args.dim;
     X* out = static_cast<X*>(args.out.data) + row * args.dim;
     for_vectors(args.dim, [&](int64_t i, auto lanes) {
-      const Floats value = load(x + i, lanes) + load(bias + i, lanes);
+      Floats value = load(x + i, lanes);
+      if (bias != nullptr) value += load(bias + i, lanes);
       store(out + i, value * sigmoid(Gate::u(value)), lanes);
     });
   }
@@ -64,22 +66,23 @@ void bias_activation_rows(const BiasActivation& args, int64_t begin, int64_t end
 
 template <class X, class B, class Gate>
 void bias_activation_backward_blocks(const BiasActivationBackward& args, int64_t begin, int64_t end) {
-  const auto* bias = static_cast<const B*>(args.bias.data);
+  const auto* const bias = static_cast<const B*>(args.bias.data);
   const int64_t dim = args.dim;
   for (int64_t block = begin; block < end; ++block) {
-    float* partial = args.partial + block * dim;
-    std::memset(partial, 0, sizeof(float) * dim);
+    float* const partial = bias == nullptr ? nullptr : args.partial + block * dim;
+    if (partial != nullptr) std::memset(partial, 0, sizeof(float) * dim);
     const int64_t last = (block + 1) * args.block < args.rows ? (block + 1) * args.block : args.rows;
     for (int64_t row = block * args.block; row < last; ++row) {
       const X* grad = static_cast<const X*>(args.grad.data) + row * dim;
       const X* x = static_cast<const X*>(args.x.data) + row * dim;
       X* dx = static_cast<X*>(args.dx.data) + row * dim;
       for_vectors(dim, [&](int64_t i, auto lanes) {
-        const Floats value = load(x + i, lanes) + load(bias + i, lanes);
+        Floats value = load(x + i, lanes);
+        if (bias != nullptr) value += load(bias + i, lanes);
         const Floats s = sigmoid(Gate::u(value));
         const Floats slope = load(grad + i, lanes) * s * (1.0f + value * (1.0f - s) * Gate::slope(value));
         store(dx + i, slope, lanes);
-        store(partial + i, load(partial + i, lanes) + slope, lanes);
+        if (partial != nullptr) store(partial + i, load(partial + i, lanes) + slope, lanes);
       });
     }
   }

@@ -28,6 +28,12 @@ void with_type(Type type, F&& f) {
   }
 }
 
+/// with_type(), or f(Tag<Half>).
+template <class F>
+void with_update_type(Type type, F&& f) {
+  type == Type::Half ? f(Tag<Half>{}) : with_type(type, f);
+}
+
 /// f(SiluGate{}) or f(GeluGate{}).
 template <class F>
 void with_activation(Activation activation, F&& f) {
@@ -101,7 +107,11 @@ constexpr Loops make_loops(const char* name) {
     with_type(args.rows.type, [&](auto t) { embedding_gradient_columns<typename decltype(t)::type>(args, begin, end); });
   };
   loops.adamw = [](const AdamW& args, int64_t begin, int64_t end) {
-    with_type(args.gradient.type, [&](auto g) { adamw_elements<typename decltype(g)::type>(args, begin, end); });
+    with_update_type(args.gradient.type, [&](auto g) {
+      using G = typename decltype(g)::type;
+      if (args.copy.data == nullptr) return adamw_elements<G, NoCopy>(args, begin, end);
+      args.copy.type == Type::Half ? adamw_elements<G, Half>(args, begin, end) : adamw_elements<G, BFloat16>(args, begin, end);
+    });
   };
   loops.dequantize = [](const QuantizedRow& args) { with_type(args.out.type, [&](auto t) { dequantize_row<typename decltype(t)::type>(args); }); };
   loops.swiglu = [](const SwiGlu& args, int64_t begin, int64_t end) {

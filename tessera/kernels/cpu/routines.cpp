@@ -104,13 +104,19 @@ void layer_norm_backward(const at::Tensor& dx, const at::Tensor& d_weight, const
 }
 
 void bias_activation(const at::Tensor& out, const at::Tensor& x, const at::Tensor& bias, Activation activation) {
-  const cpu::BiasActivation args{input(x), input(bias), output(out), bias.size(0), activation};
+  const cpu::BiasActivation args{input(x), bias.defined() ? input(bias) : cpu::Input{}, output(out), x.size(1), activation};
   parallel_for(0, x.size(0), grain(args.dim), [&](int64_t begin, int64_t end) { cpu::loops().bias_activation(args, begin, end); });
 }
 
 void bias_activation_backward(const at::Tensor& dx, const at::Tensor& d_bias, const at::Tensor& partial, const at::Tensor& grad, const at::Tensor& x,
                               const at::Tensor& bias, Activation activation) {
-  const cpu::BiasActivationBackward args{input(grad), input(x), input(bias), output(dx), floats(partial), x.size(0), bias.size(0), kRmsNormBlock, activation};
+  const int64_t rows = x.size(0), dim = x.size(1);
+  if (!bias.defined()) {
+    const cpu::BiasActivationBackward args{input(grad), input(x), {}, output(dx), nullptr, rows, dim, kRmsNormBlock, activation};
+    const int64_t blocks = (rows + kRmsNormBlock - 1) / kRmsNormBlock;
+    return parallel_for(0, blocks, grain(kRmsNormBlock * dim), [&](int64_t begin, int64_t end) { cpu::loops().bias_activation_backward(args, begin, end); });
+  }
+  const cpu::BiasActivationBackward args{input(grad), input(x), input(bias), output(dx), floats(partial), rows, dim, kRmsNormBlock, activation};
   by_blocks(partial, args.dim, {d_bias}, [&](int64_t begin, int64_t end) { cpu::loops().bias_activation_backward(args, begin, end); });
 }
 

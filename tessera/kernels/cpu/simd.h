@@ -31,6 +31,11 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+/// An fp16 in memory.
+struct Half {
+  uint16_t bits;
+};
+
 template <class To, class From>
 TESSERA_INLINE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -46,15 +51,44 @@ TESSERA_INLINE Floats select(Ints condition, Floats yes, Floats no) {
 TESSERA_INLINE Floats maximum(Floats a, Floats b) { return select(a > b, a, b); }
 
 TESSERA_INLINE Floats widen(Halves halves) { return bits_as<Floats>(__builtin_convertvector(halves, Words) << 16); }
-/// Round to nearest, ties to even; NaN stays NaN. The instruction, which saves a third of a gated unit's time, takes numbers below 1.2e-38 for zero.
-TESSERA_INLINE Halves narrow(Floats values) {
-#if defined(__AVX512BF16__)
-  return bits_as<Halves>(_mm512_cvtneps_pbh(bits_as<__m512>(values)));
-#else
+/// Round to nearest, ties to even; NaN stays NaN.
+TESSERA_INLINE Halves narrow_exactly(Floats values) {
   const Words bits = bits_as<Words>(values);
   const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   const Words is_nan = bits_as<Words>(values != values);
   return __builtin_convertvector(((rounded & ~is_nan) | (is_nan & 0x7fc00000u)) >> 16, Halves);
+}
+/// The same, by the instruction where there is one: it saves a third of a gated unit's time, and takes numbers below 1.2e-38 for zero.
+TESSERA_INLINE Halves narrow(Floats values) {
+#if defined(__AVX512BF16__)
+  return bits_as<Halves>(_mm512_cvtneps_pbh(bits_as<__m512>(values)));
+#else
+  return narrow_exactly(values);
+#endif
+}
+
+/// fp16, whose subnormal numbers fp32 has as normal ones: scaling by a power of two leaves the conversion to the multiplier.
+TESSERA_INLINE Floats widen_fp16(Halves halves) {
+#if defined(__AVX512F__)
+  return bits_as<Floats>(_mm512_cvtph_ps(bits_as<__m256i>(halves)));
+#else
+  const Words bits = __builtin_convertvector(halves, Words), magnitude = bits & 0x7fffu;
+  const Floats scaled = bits_as<Floats>(magnitude << 13) * 0x1p112f;
+  const Words endless = bits_as<Words>(magnitude >= 0x7c00u) & 0x7f800000u;  // infinity and NaN keep their exponent
+  return bits_as<Floats>(bits_as<Words>(scaled) | endless | ((bits & 0x8000u) << 16));
+#endif
+}
+/// Round to nearest, ties to even, as libtorch does.
+TESSERA_INLINE Halves narrow_fp16(Floats values) {
+#if defined(__AVX512F__)
+  return bits_as<Halves>(_mm512_cvtps_ph(bits_as<__m512>(values), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  const Words bits = bits_as<Words>(values), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  const Words normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;      // the exponent's offset less 112, and half of what is cut off
+  const Words small = bits_as<Words>(bits_as<Floats>(magnitude) + 0.5f) - 0x3f000000u;  // the adder rounds to 2^-24
+  const Words endless = (bits_as<Words>(magnitude > 0x7f800000u) & 0x0200u) + 0x7c00u;
+  const Words is_small = bits_as<Words>(magnitude < 0x38800000u), is_large = bits_as<Words>(magnitude >= 0x47800000u);
+  return __builtin_convertvector(sign | (small & is_small) | (endless & is_large) | (normal & ~is_small & ~is_large), Halves);
 #endif
 }
 
@@ -84,6 +118,16 @@ TESSERA_INLINE Floats load(const BFloat16* from, FirstLanes lanes) {
   std::memcpy(&halves, from, sizeof(BFloat16) * lanes.count);
   return widen(halves);
 }
+TESSERA_INLINE Floats load(const Half* from, AllLanes) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  return widen_fp16(halves);
+}
+TESSERA_INLINE Floats load(const Half* from, FirstLanes lanes) {
+  Halves halves = {};
+  std::memcpy(&halves, from, sizeof(Half) * lanes.count);
+  return widen_fp16(halves);
+}
 TESSERA_INLINE void store(float* to, Floats values, AllLanes) { std::memcpy(to, &values, sizeof(values)); }
 TESSERA_INLINE void store(float* to, Floats values, FirstLanes lanes) { std::memcpy(to, &values, sizeof(float) * lanes.count); }
 TESSERA_INLINE void store(BFloat16* to, Floats values, AllLanes) {
@@ -93,6 +137,17 @@ TESSERA_INLINE void store(BFloat16* to, Floats values, AllLanes) {
 TESSERA_INLINE void store(BFloat16* to, Floats values, FirstLanes lanes) {
   const Halves halves = narrow(values);
   std::memcpy(to, &halves, sizeof(BFloat16) * lanes.count);
+}
+
+/// Numbers of 16 bits as they are.
+template <class T>
+TESSERA_INLINE void store_halves(T* to, Halves halves, AllLanes) {
+  static_assert(sizeof(T) == 2);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+template <class T>
+TESSERA_INLINE void store_halves(T* to, Halves halves, FirstLanes lanes) {
+  std::memcpy(to, &halves, sizeof(T) * lanes.count);
 }
 
 TESSERA_INLINE float load_one(const float* from) { return *from; }
