@@ -356,7 +356,7 @@ TEST(Validate, ListedValuesAreThoseOfThisBuild) {
     });
   });
   EXPECT_GT(listed, 25);
-  EXPECT_GT(known, 8);
+  EXPECT_GT(known, 6);
   EXPECT_THAT(refused("optim.name=adamv"), AllOf(HasSubstr("expected one of adamw, sgd, lion, adafactor, adam8bit, muon; did you mean adamw?")));
 }
 
