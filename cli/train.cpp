@@ -15,7 +15,6 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -244,9 +243,8 @@ std::string said_of_speed(const std::filesystem::path& folder, const OnDisk& wha
   if (!speed) return "";
   const double seconds = what.step.write / speed->write + what.step.read / speed->read;
   const auto bytes = [](double number) { return format_bytes(static_cast<int64_t>(number)); };
-  return detail::concat("; a step writes ", bytes(what.step.write), " there and reads ", bytes(what.step.read), ", ", fmt::format("{:.2g}", seconds),
-                        " s at the ", bytes(speed->write), "/s and ", bytes(speed->read), "/s that it was measured to take and give, where no memory of the ",
-                        "host spares it that");
+  return detail::concat("; a step writes ", bytes(what.step.write), " there and reads ", bytes(what.step.read), ", ", format_duration(seconds), " at the ",
+                        bytes(speed->write), "/s and ", bytes(speed->read), "/s measured now, less what the host's memory keeps");
 }
 
 // The nearest folder that is there: what is about to be made lies on its disk.

@@ -130,7 +130,7 @@ class MemoryTest(SystemTest):
         self.assertIn("the cheapest setting that would fit: --set ", told)
 
     def test_a_model_beyond_the_systems_limit_trains_with_its_state_on_disk(self):
-        """101 M parameters keep 16 bytes each, and the process may have 1,500 MB; 8 of them, and a piece of state, fit. Of 1,100 MB units in use do."""
+        """101 M parameters keep 16 bytes each, and the process may have 1,500 MB; 8 of them, and a piece of state, fit. Of 800 MB units in use do."""
         limit = 1500 * 10**6
         beside = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2 << 30 else str(self.folder)  # no slow disk is waited for
 
@@ -148,10 +148,10 @@ class MemoryTest(SystemTest):
         with tempfile.TemporaryDirectory(prefix="test-of-tessera-", dir=beside) as away:
             done = bounded_run("trained", "offload.optimizer=disk", "offload.update=device", f"offload.dir={away}")
             slices = bounded_run("slices", "zero.stage=3", "offload.params=disk", "offload.gradients=disk", "offload.optimizer=disk", f"offload.dir={away}",
-                                 limit=1100 * 10**6)
+                                 limit=800 * 10**6)
         self.assertEqual(done.returncode, 0, done.stderr[-3000:])
         self.assertEqual(slices.returncode, 0, slices.stderr[-3000:])
-        self.assertRegex(slices.stderr, r"offload\.params = disk: 1\.\d+ GiB of .* free in .*; a step writes \d\.\d+ GiB there and reads \d\.\d+ GiB, [\d.e-]+ s at")
+        self.assertRegex(slices.stderr, r"offload\.params = disk: 1\.\d+ GiB of .* free in .*; a step writes \d\.\d+ GiB there and reads \d\.\d+ GiB, [\d.]+ \w.* at the ")
         losses = [[m["loss"] for m in metrics(self.folder / tag)] for tag in ("trained", "slices")]
         self.assertEqual(len(losses[0]), 2)
         self.assertEqual(losses[0], losses[1])
