@@ -253,6 +253,17 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWithSlicesOnDiskOrByPattern) {
   }
 }
 
+/// Each of two optimizers asks the other ranks for sums over its own parameters.
+TEST_F(DryRunTest, StateByPatternAsksOtherRanksForNoMore) {
+  const auto bytes = [&](std::vector<std::string> sets) {
+    sets.insert(sets.end(), {"optim.name=adafactor", "zero.stage=2", "mesh.tp=2", "mesh.dp_shard=2"});
+    int64_t sum = 0;
+    for (const auto& one : plan::dry_run(config("llama", sets), 4).ranks.at(0).collectives) sum += one.bytes;
+    return sum;
+  };
+  EXPECT_EQ(bytes({"offload.optimizer={ \"layers.*\" = \"host\" }"}), bytes({}));
+}
+
 TEST_F(DryRunTest, PeakEqualsTheRealRunWithActivationsOrTheOptimizerElsewhere) {
   const auto expect_same = [&](const std::string& family, std::vector<std::string> sets, int world) {
     sets.insert(sets.end(), {"run.steps=3", "run.threads=1", "offload.min_bytes=256", "offload.dir=" + (folder_ / "away").string()});
