@@ -207,9 +207,9 @@ struct UpdateKind {
   auto operator<=>(const UpdateKind&) const = default;
 };
 
-UpdateKind update_of(const Config& config, const Composition& run, const nn::NamedParameter& parameter) {
-  return {.on_host = run.offloaded || place_of("offload.params", config.offload.params, parameter) != WaitingPlace::Device,
-          .state = place_of("offload.optimizer", config.offload.optimizer, parameter)};
+UpdateKind update_of(const OffloadConfig& offload, const Composition& run, const nn::NamedParameter& parameter) {
+  return {.on_host = run.offloaded || place_of("offload.params", offload.params, parameter) != WaitingPlace::Device,
+          .state = place_of("offload.optimizer", offload.optimizer, parameter)};
 }
 
 /// Makes the optimizer of what is updated in one way.
@@ -233,19 +233,19 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config, const pre
       return precision::make_optimizer(config.optim, policy, static_cast<uint64_t>(config.run.seed), updated, whole_model(config, run, device, only));
     };
   };
-  const auto& offload = config.offload;
+  const OffloadConfig offload = settled_places(config);
   if (offload.params.by_pattern.empty() && offload.optimizer.by_pattern.empty()) {
     return make_one(config, device, run, {.on_host = run.offloaded, .state = place_of("offload.optimizer", offload.optimizer, {})}, run.updated, build({}));
   }
   std::map<UpdateKind, std::vector<nn::NamedParameter>> updates;
   for (const auto& parameter : run.parameters) {  // the same on all ranks that meet, whatever they hold of it
-    if (!nn::follows(parameter.tensor)) updates.try_emplace(update_of(config, run, parameter));
+    if (!nn::follows(parameter.tensor)) updates.try_emplace(update_of(offload, run, parameter));
   }
-  for (const auto& parameter : run.updated) updates[update_of(config, run, parameter)].push_back(parameter);
+  for (const auto& parameter : run.updated) updates[update_of(offload, run, parameter)].push_back(parameter);
   std::vector<optim::Several::Part> parts;
   for (const auto& [update, updated] : updates) {
     const HostMemory beside(update.on_host);
-    const auto alike = [&, wanted = update](const nn::NamedParameter& parameter) { return update_of(config, run, parameter) == wanted; };
+    const auto alike = [&, wanted = update](const nn::NamedParameter& parameter) { return update_of(offload, run, parameter) == wanted; };
     parts.push_back({.optimizer = make_one(config, device, run, update, updated, build(alike)), .on_host = update.on_host});
   }
   return std::make_unique<optim::Several>(config.optim.name, std::move(parts));
@@ -397,7 +397,7 @@ void check_modules(const Config& config, int tensor_ranks) {
   const Attachment recomputed = recompute_blocks(config, *model);
   const Attachment moved = move_activations(config, *model, at::kMeta);
   optim::check_groups(config.optim, nn::unique_parameters(*model));
-  check_places(config.offload, nn::unique_parameters(*model));
+  check_places(config, nn::unique_parameters(*model));
   quantize_frozen(config, *model, at::kMeta);
   if (config.zero.stage < 3) return;
   check_pattern("zero.wrap", *model, config.zero.wrap);

@@ -1,6 +1,7 @@
 #include "tessera/train/places.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <optional>
 #include <set>
@@ -12,6 +13,7 @@
 #include "tessera/nn/meta.h"
 #include "tessera/nn/paths_to.h"
 #include "tessera/offload/mapped_file.h"
+#include "tessera/train/adapters.h"
 #include "tessera/train/compose.h"
 
 namespace tessera {
@@ -30,12 +32,13 @@ std::optional<Closeness> closeness(const std::string& pattern, const nn::NamedPa
   return Closeness{*depth, -std::ranges::count(pattern, '*')};
 }
 
-}  // namespace
+using NamedPlace = std::pair<const std::string, std::string>;  // pattern, place
 
-WaitingPlace place_of(const char* key, const Placement& places, const nn::NamedParameter& parameter) {
-  if (places.by_pattern.empty()) return place_named(places.everywhere);
+/// What names the parameter most closely; null where nothing does.
+const NamedPlace* named_in(const char* key, const Placement& places, const nn::NamedParameter& parameter) {
+  if (const auto own = places.by_pattern.find(parameter.name); own != places.by_pattern.end()) return &*own;
   std::optional<Closeness> closest;
-  const std::pair<const std::string, std::string>* found = nullptr;
+  const NamedPlace* found = nullptr;
   for (const auto& one : places.by_pattern) {
     const auto close = closeness(one.first, parameter);
     if (!close || close < closest) continue;
@@ -45,6 +48,41 @@ WaitingPlace place_of(const char* key, const Placement& places, const nn::NamedP
     closest = close;
     found = &one;
   }
+  return found;
+}
+
+/// Of the modules that each pattern is the closest to name, in the order of the model, those that are not among the first `fraction` stay on the device.
+Placement narrowed(const char* key, const Placement& places, double fraction, const std::vector<nn::NamedParameter>& parameters) {
+  if (places.by_pattern.empty()) return places;
+  std::map<std::string, std::vector<std::string>> modules;  // by pattern
+  const auto module_of = [&](const NamedPlace& named, const nn::NamedParameter& parameter) {
+    for (const std::string& path : nn::paths_to(parameter.name)) {
+      if (nn::matches(named.first, path)) return path;
+    }
+    return parameter.name;  // it is named by an alias
+  };
+  for (const auto& parameter : parameters) {
+    const auto* const named = named_in(key, places, parameter);
+    if (named == nullptr) continue;
+    auto& found = modules[named->first];
+    const std::string module = module_of(*named, parameter);
+    if (std::ranges::find(found, module) == found.end()) found.push_back(module);
+  }
+  for (auto& [pattern, found] : modules) found.resize(static_cast<size_t>(std::llround(fraction * static_cast<double>(found.size()))));
+  Placement all;
+  for (const auto& parameter : parameters) {
+    const auto* const named = named_in(key, places, parameter);
+    const bool moves = named != nullptr && std::ranges::find(modules[named->first], module_of(*named, parameter)) != modules[named->first].end();
+    all.by_pattern.emplace(parameter.name, moves ? named->second : "device");
+  }
+  return all;
+}
+
+}  // namespace
+
+WaitingPlace place_of(const char* key, const Placement& places, const nn::NamedParameter& parameter) {
+  if (places.by_pattern.empty()) return place_named(places.everywhere);
+  const auto* const found = named_in(key, places, parameter);
   return found == nullptr ? WaitingPlace::Device : place_named(found->second);
 }
 
@@ -63,9 +101,10 @@ void check_places(const char* key, const Placement& places, const std::vector<nn
   for (const auto& parameter : parameters) (void)place_of(key, places, parameter);
 }
 
-void check_places(const OffloadConfig& offload, const std::vector<nn::NamedParameter>& parameters) {
-  check_places("offload.params", offload.params, parameters);
-  check_places("offload.optimizer", offload.optimizer, parameters);
+void check_places(const Config& config, const std::vector<nn::NamedParameter>& parameters) {
+  check_places("offload.params", config.offload.params, parameters);
+  check_places("offload.optimizer", config.offload.optimizer, parameters);
+  const OffloadConfig offload = settled_places(config);
   for (const auto& parameter : parameters) {
     const bool away = place_of("offload.params", offload.params, parameter) != WaitingPlace::Device;
     require(!away || place_of("offload.optimizer", offload.optimizer, parameter) != WaitingPlace::Device, "offload.optimizer: leaves the state of '",
@@ -75,8 +114,20 @@ void check_places(const OffloadConfig& offload, const std::vector<nn::NamedParam
   }
 }
 
+OffloadConfig settled_places(const Config& config) {
+  OffloadConfig offload = config.offload;
+  if (offload.fraction == 1 || (offload.params.by_pattern.empty() && offload.optimizer.by_pattern.empty())) return offload;
+  const auto model = on_meta([&] { return make_model(config.model); });
+  const Attachment adapted = add_adapters(config, *model);
+  quantize_frozen(config, *model, at::kMeta);
+  const auto parameters = nn::unique_parameters(*model);
+  offload.params = narrowed("offload.params", offload.params, offload.fraction, parameters);
+  offload.optimizer = narrowed("offload.optimizer", offload.optimizer, offload.fraction, parameters);
+  return offload;
+}
+
 void place_slices(const Config& config, at::Device device, const DiskBytes& disk, FullyShardOptions& options) {
-  const Placement& places = config.offload.params;
+  const Placement places = settled_places(config).params;
   options.device = device;
   if (places.is("device")) return;
   options.place = [places](const nn::NamedParameter& parameter) {
@@ -87,7 +138,8 @@ void place_slices(const Config& config, at::Device device, const DiskBytes& disk
 }
 
 std::vector<PlacedShare> placed_shares(const Config& config) {
-  const auto& [params, optimizer] = std::tie(config.offload.params, config.offload.optimizer);
+  const OffloadConfig offload = settled_places(config);
+  const auto& [params, optimizer] = std::tie(offload.params, offload.optimizer);
   if (params.by_pattern.empty() && optimizer.by_pattern.empty()) {
     return {{.params = place_named(params.everywhere), .optimizer = place_named(optimizer.everywhere)}};
   }

@@ -21,7 +21,11 @@ WaitingPlace place_of(const char* key, const Placement& places, const nn::NamedP
 void check_places(const char* key, const Placement& places, const std::vector<nn::NamedParameter>& parameters);
 
 /// The same of all of [offload] that a model is trained with; and slices whose state would wait on the device that they have left. Throws ConfigError.
-void check_places(const OffloadConfig& offload, const std::vector<nn::NamedParameter>& parameters);
+void check_places(const Config& config, const std::vector<nn::NamedParameter>& parameters);
+
+/// [offload] with its `fraction` applied to patterns of parameters and of state: of the modules that one names, the first. Then each parameter of the whole
+/// model stands in the table under its name. As it is where there is nothing to apply; else builds the model on meta.
+OffloadConfig settled_places(const Config& config);
 
 /// Says to stage 3, which computes on `device`, where slices wait; `disk` is told what its file takes.
 void place_slices(const Config& config, at::Device device, const DiskBytes& disk, FullyShardOptions& options);

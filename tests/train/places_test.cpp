@@ -141,6 +141,22 @@ TEST_F(Places, TheClosestPatternCounts) {
   EXPECT_EQ(of("embedding.weight", {"head.weight"}), WaitingPlace::Disk) << "by any of its names";
 }
 
+TEST_F(Places, AFractionTakesTheFirstModulesOfAPattern) {
+  const Sets third{"zero.stage=3", "model.layers=3", "offload.params={ \"layers.*\" = \"host\" }", "offload.fraction=0.34"};
+  const Placement settled = settled_places(config("llama", third)).params;
+  const auto of = [&](const std::string& name) { return place_of("offload.params", settled, {.name = name, .tensor = {}, .aliases = {}}); };
+  EXPECT_EQ(of("layers.0.attention.wq.weight"), WaitingPlace::Host);
+  EXPECT_EQ(of("layers.1.attention.wq.weight"), WaitingPlace::Device);
+  EXPECT_EQ(of("layers.2.feed_forward.w1.weight"), WaitingPlace::Device);
+  expect_same_bits("llama", {}, 2, Sets(third.begin() + 2, third.end()));
+  expect_same_bits("llama", {"lora.modules=layers.*.attention.*"}, 1, {"offload.optimizer={ \"layers.*\" = \"host\" }", "offload.fraction=0.67"},
+                   /*stage_3=*/false);
+  const auto shares = placed_shares(config("llama", third));
+  ASSERT_EQ(shares.size(), 2);
+  const int64_t block = 4 * 24 * 24 + 3 * 24 * 40 + 2 * 24, all = 3 * block + 2 * 259 * 24 + 24;
+  EXPECT_DOUBLE_EQ(shares[1].share, static_cast<double>(block) / all);
+}
+
 TEST_F(Places, SharesAreThoseOfTheElements) {
   const auto shares = [&](const Sets& sets) { return placed_shares(config("llama", sets)); };
   ASSERT_EQ(shares({"offload.optimizer=disk"}).size(), 1);
