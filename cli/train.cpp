@@ -15,6 +15,7 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "cli/commands.h"
@@ -27,11 +28,13 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
+#include "tessera/layout/slice.h"
 #include "tessera/memory/history.h"
 #include "tessera/memory/host_memory.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
+#include "tessera/offload/disk_speed.h"
 #include "tessera/plan/out_of_memory.h"
 #include "tessera/plan/preflight.h"
 #include "tessera/precision/compute_format.h"
@@ -226,18 +229,39 @@ void hash_together(const Config& config, const comm::World& world, Inputs& input
   throw Error(report.sentence);
 }
 
-// Of what goes to a disk. `what`: the keys that send it there.
-void check_disk(const Config& config, const std::string& what, int64_t needed, int local_ranks, bool first) {
+// What goes to a disk, of all ranks of this host.
+struct OnDisk {
+  std::string keys;  // that send it there
+  int64_t bytes = 0;
+  DiskTraffic step{};  // bytes
+};
+
+// How long a step takes by its disk alone, as far as that can be told from a file of the same size or 64 MiB; empty where nothing can be measured.
+std::string said_of_speed(const std::filesystem::path& folder, const OnDisk& what) {
+  constexpr int64_t kMeasured = int64_t{64} << 20;
+  const auto speed = measure_disk(folder, std::min(what.bytes, kMeasured));
+  if (!speed) return "";
+  const double seconds = what.step.write / speed->write + what.step.read / speed->read;
+  const auto bytes = [](double number) { return format_bytes(static_cast<int64_t>(number)); };
+  return detail::concat("; a step writes ", bytes(what.step.write), " there and reads ", bytes(what.step.read), ", ", format_duration(seconds), " at the ",
+                        bytes(speed->write), "/s and ", bytes(speed->read), "/s measured now, less what the host's memory keeps");
+}
+
+// The nearest folder that is there: what is about to be made lies on its disk.
+void check_disk(const Config& config, const OnDisk& what, int local_ranks, bool first) {
   std::filesystem::path folder = std::filesystem::absolute(spill_folder(config));
   std::error_code failed;
   while (!std::filesystem::exists(folder, failed) && folder != folder.root_path()) folder = folder.parent_path();
   const auto space = std::filesystem::space(folder, failed);
   if (failed) return;  // whoever makes the file says why
   const auto free = static_cast<int64_t>(space.available);
-  require(needed <= free, "offload.dir = ", spill_folder(config).string(), ": ", what, " = disk takes ", format_bytes(needed), " there for the ", local_ranks,
-          local_ranks == 1 ? " rank" : " ranks", " on this host, and ", format_bytes(free), " are free; name a folder with more space, or set ", what,
-          " = host");
-  if (first) log().info("{} = disk: {} of {} free in {}", what, format_bytes(needed), format_bytes(free), spill_folder(config).string());
+  require(what.bytes <= free, "offload.dir = ", spill_folder(config).string(), ": ", what.keys, " = disk takes ", format_bytes(what.bytes), " there for the ",
+          local_ranks, local_ranks == 1 ? " rank" : " ranks", " on this host, and ", format_bytes(free), " are free; name a folder with more space, or set ",
+          what.keys, " = host");
+  if (first) {
+    log().info("{} = disk: {} of {} free in {}{}", what.keys, format_bytes(what.bytes), format_bytes(free), spill_folder(config).string(),
+               said_of_speed(folder, what));
+  }
 }
 
 // Refused before anything is allocated: beyond the host's memory, the kernel would end one process or another some time later, and a disk is full in the midst
@@ -251,10 +275,14 @@ void check_host_memory(const Config& config, int size, int attempt, bool on_cpu)
   const double here = parameters / size_along(mesh, mesh_roles(config).layers) / size_along(mesh, mesh_roles(config).stages) * local_ranks;
   const bool first = environment.rank == 0;
   const bool activations = config.offload.activations.uses("disk") && comes_first(attempt);
-  if (config.offload.optimizer.is("disk")) {  // by the formula: with activations, a lower bound, so that no dry run is made of what is far too much
-    check_disk(config, "offload.optimizer", static_cast<int64_t>(kept_per_parameter(bytes_per_parameter(config), config.zero.stage, shards).state * here),
-               local_ranks, first && !activations);
-  }
+  const int64_t micro_batches = chunk(config.batch.global_size / config.batch.micro_size, size_along(mesh, mesh_roles(config).batch), 0).second;
+  const DiskTraffic traffic = disk_traffic_per_parameter(config, shards, micro_batches);
+  OnDisk on_disk{.keys = config.offload.params.uses("disk") ? "offload.params" : "offload.optimizer",
+                 .bytes = static_cast<int64_t>(on_disk_per_parameter(config, shards).total() * here),
+                 .step = {.write = traffic.write * here, .read = traffic.read * here}};
+  const bool states = on_disk.bytes > 0;
+  // By the formula: with activations, a lower bound, so that no dry run is made of what is far too much.
+  if (states) check_disk(config, on_disk, local_ranks, first && !activations);
   const double kept = on_host_per_parameter(config, shards, on_cpu).total(), needed = kept * here;
   const std::string what =
       detail::concat("model: each of its ", format_count(parameters), " parameters keeps ", format_float(kept), " bytes ",
@@ -266,10 +294,25 @@ void check_host_memory(const Config& config, int size, int attempt, bool on_cpu)
   const int64_t process = process_memory_limit_bytes();
   const auto of_rank = static_cast<int64_t>(needed / local_ranks);
   require(process == 0 || of_rank <= process, what, format_bytes(of_rank), ", and a process may have ", format_bytes(process),
-          " (ulimit -d or -v); raise that limit, set offload.optimizer = disk, or use more ranks with zero.stage = 3 or mesh.tp");
+          " (ulimit -d or -v); raise that limit, set offload.optimizer = disk",
+          config.zero.stage == 3 ? " (with offload.params and offload.gradients = disk, which leave units in use alone)" : "",
+          ", or use more ranks with zero.stage = 3 or mesh.tp");
+  const auto parts = on_disk_per_parameter(config, shards);
+  const auto mapped = config.offload.params.uses("disk") ? static_cast<int64_t>((parts.weight + parts.gradient) * here / local_ranks) : 0;
+  rlimit addresses{};
+  require(mapped == 0 || ::getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur == RLIM_INFINITY ||
+              of_rank + mapped <= static_cast<int64_t>(addresses.rlim_cur),
+          "offload.params = disk: a rank maps ", format_bytes(mapped), " of its file beside the ", format_bytes(of_rank),
+          " that it keeps in memory, and a process may map ", format_bytes(static_cast<int64_t>(addresses.rlim_cur)),
+          " (ulimit -v); raise that limit (ulimit -d, which counts no files, may stay), or use more ranks");
   if (!activations) return;
-  const char* const moved = config.offload.optimizer.is("disk") ? "offload.optimizer and offload.activations" : "offload.activations";
-  check_disk(config, moved, plan::disk_bytes_of_host(config, size, local_ranks), local_ranks, first);
+  const int64_t all = plan::disk_bytes_of_host(config, size, local_ranks);
+  const auto moved = static_cast<double>(all - on_disk.bytes);  // out and in, at least once a step
+  check_disk(config,
+             {.keys = states ? on_disk.keys + " and offload.activations" : "offload.activations",
+              .bytes = all,
+              .step = {.write = on_disk.step.write + moved, .read = on_disk.step.read + moved}},
+             local_ranks, first);
 }
 
 // A checkpoint.dir that is there already is this run's before anything in it is read: what a live run is about to change says nothing, and of all that may be

@@ -70,6 +70,7 @@
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/offload/activations.h"
 #include "tessera/offload/host_optimizer.h"
+#include "tessera/offload/mapped_file.h"
 #include "tessera/lora/lora.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/clip.h"

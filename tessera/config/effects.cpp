@@ -19,7 +19,7 @@ struct Dependence {
   std::vector<std::string> keys;
 };
 
-bool uses_disk(const OffloadConfig& offload) { return offload.activations.uses("disk") || offload.optimizer.uses("disk"); }
+bool uses_disk(const OffloadConfig& offload) { return offload.activations.uses("disk") || offload.optimizer.uses("disk") || offload.params.uses("disk"); }
 
 std::vector<Dependence> dependences(const Config& config, int world_size) {
   const auto with = [](const char* key, const auto& value) { return detail::concat("with ", key, " = ", value); };
@@ -36,9 +36,10 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {config.run.validate_every == 0, "without run.validate_every", {"data.validation_files"}},
       {checkpoint.resume.empty(), "without checkpoint.resume", {"checkpoint.partial"}},
       {config.recompute.mode == "none", with("recompute.mode", config.recompute.mode), {"recompute.every", "recompute.modules", "recompute.segment"}},
-      {config.offload.activations.is("device"),
-       "with offload.activations = device",
-       {"offload.fraction", "offload.min_bytes", "offload.budget_bytes", "offload.prefetch"}},
+      {config.offload.activations.is("device"), "with offload.activations = device", {"offload.min_bytes", "offload.budget_bytes", "offload.prefetch"}},
+      {config.offload.activations.is("device") && config.offload.params.by_pattern.empty() && config.offload.optimizer.by_pattern.empty(),
+       "without patterns, or activations, that are moved",
+       {"offload.fraction"}},
       {!uses_disk(config.offload), "where nothing goes to disk", {"offload.dir"}},
       {config.offload.optimizer.is("device"), "with offload.optimizer = device", {"offload.update"}},
       {zero.stage < 3, with("zero.stage", zero.stage), {"zero.wrap", "zero.prefetch", "zero.prefetch_bytes", "zero.reshard_after_forward"}},
@@ -78,10 +79,10 @@ std::vector<std::string> settings_without_effect_on_reading(const Config& config
   std::vector<std::string> sections{"model.", "mesh.", "tensor.", "zero.", "lora.", "quantize."};
   if (config.mesh.pp != 1 || config.pipeline.virtual_stages > 1) sections.emplace_back("pipeline.");
   if (config.mesh.cp != 1) sections.emplace_back("context.");
-  static const std::vector<std::string> keys{"offload.params",     "data.tokenizer",   "data.cache_dir",    "data.documents",       "run.device",
-                                             "comm.backend",       "comm.algorithm",   "comm.table",        "comm.interface",       "comm.timeout_s",
-                                             "comm.check",         "precision.params", "precision.compute", "precision.fp8_scales", "checkpoint.verify",
-                                             "checkpoint.partial", "run.threads",      "run.deterministic", "run.kernels",          "run.memory_limit_bytes"};
+  static const std::vector<std::string> keys{
+      "offload.params",       "offload.dir",       "data.tokenizer",     "data.cache_dir", "data.documents",    "run.device",       "comm.backend",
+      "comm.algorithm",       "comm.table",        "comm.interface",     "comm.timeout_s", "comm.check",        "precision.params", "precision.compute",
+      "precision.fp8_scales", "checkpoint.verify", "checkpoint.partial", "run.threads",    "run.deterministic", "run.kernels",      "run.memory_limit_bytes"};
   std::vector<std::string> idle;
   for (const auto& set : sets) {
     std::string key = set.substr(0, set.find('='));

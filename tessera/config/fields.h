@@ -161,20 +161,22 @@
   X(int64_t, ffn_tile, 0, any(),                                                                                                                            \
     "Tokens of a tile: feed-forward layers go through their tokens tile by tile, and compute each again in backward; 0: all at once.")
 
-#define TESSERA_OFFLOAD_FIELDS(X)                                                                                                                         \
-  X(ByPattern, params, {}, one_of("device, host", "disk"), "Where slices of parameters live between uses: `host` needs `zero.stage = 3`, and all three.") \
-  X(ByPattern, gradients, {}, one_of("device, host", "disk"),                                                                                             \
-    "Where gradients are added up: below `zero.stage = 3` they go to the `host` while backward runs; else as `params`.")                                  \
-  X(ByPattern, optimizer, {}, one_of("device, host, disk"), "Where the optimizer's state waits, at any `zero.stage`.")                                    \
-  X(ByPattern, activations, {}, one_of("device, host, disk"),                                                                                             \
-    "Where what modules save for backward waits: of the layers, or by pattern of the modules' paths.")                                                    \
-  X(double, fraction, 1, any(), "Share of the modules that a pattern of `activations` names whose activations are moved: the first of them.")             \
-  X(std::string, update, "host", one_of("host, device"),                                                                                                  \
-    "Where parameters are updated whose state waits elsewhere: by the host's cores, or on the device, to which the state comes, piece by piece.")         \
-  X(bool, delayed_update, false, any(), "The update of a step runs while the next one computes, which then uses weights of one update before.")           \
-  X(int64_t, min_bytes, int64_t{1} << 20, any(), "Saved activations below stay on the device.")                                                           \
-  X(int64_t, budget_bytes, 0, any(), "Most bytes of saved activations that are moved at a time; 0: no limit.")                                            \
-  X(int64_t, prefetch, 1, any(), "Modules whose saved activations are fetched ahead of their backward; 0: each when it is asked for.")                    \
+#define TESSERA_OFFLOAD_FIELDS(X)                                                                                                                        \
+  X(ByPattern, params, {}, one_of("device, host, disk"),                                                                                                 \
+    "Where slices of parameters live between uses: elsewhere than on the device needs `zero.stage = 3`, and all three.")                                 \
+  X(ByPattern, gradients, {}, one_of("device, host, disk"),                                                                                              \
+    "Where gradients are added up: below `zero.stage = 3` they go to the `host` while backward runs; else as `params`, whose patterns they follow.")     \
+  X(ByPattern, optimizer, {}, one_of("device, host, disk"),                                                                                              \
+    "Where the optimizer's state waits, at any `zero.stage`; unless it is said, with the patterns of `params`.")                                         \
+  X(ByPattern, activations, {}, one_of("device, host, disk"),                                                                                            \
+    "Where what modules save for backward waits: of the layers, or by pattern of the modules' paths.")                                                   \
+  X(double, fraction, 1, any(), "Share of the modules that a pattern names, or of the layers of `activations` in one place, that are moved: the first.") \
+  X(std::string, update, "host", one_of("host, device"),                                                                                                 \
+    "Where parameters are updated whose state waits elsewhere: by the host's cores, or on the device, to which the state comes, piece by piece.")        \
+  X(bool, delayed_update, false, any(), "The update of a step runs while the next one computes, which then uses weights of one update before.")          \
+  X(int64_t, min_bytes, int64_t{1} << 20, any(), "Saved activations below stay on the device.")                                                          \
+  X(int64_t, budget_bytes, 0, any(), "Most bytes of saved activations that are moved at a time; 0: no limit.")                                           \
+  X(int64_t, prefetch, 1, any(), "Modules whose saved activations are fetched ahead of their backward; 0: each when it is asked for.")                   \
   X(std::string, dir, "", path(), "Folder of what lives on disk; empty: `offload` in `log.dir`.")
 
 #define TESSERA_LORA_FIELDS(X)                                                                                                                             \

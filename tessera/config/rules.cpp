@@ -10,7 +10,7 @@
 #include "tessera/config/detail.h"
 #include "tessera/config/expert_rules.h"
 #include "tessera/config/limits.h"
-#include "tessera/config/missing.h"
+#include "tessera/config/offload_rules.h"
 #include "tessera/config/optim_groups.h"
 #include "tessera/core/devices.h"
 #include "tessera/core/error.h"
@@ -308,70 +308,6 @@ void validate_sharding(const Config& config) {
           " no rank has whole gradients; set comm.compression to none, bf16 or fp16, or zero.stage = 0");
 }
 
-/// Ranks that share what offload moves.
-struct OffloadRanks {
-  int cut = 1;     ///< over which parameters that are updated are cut
-  int stages = 1;  ///< of a pipeline
-};
-
-/// What the update needs of a place. Parameters and gradients are on the host as slices of stage 3, both or none of them: the host's cores update there, so one
-/// alone elsewhere would cross the link twice a step and save nothing that the two together do not. Below stage 3 gradients may go to it as they come.
-void validate_update(const Config& config, const OffloadRanks& ranks) {
-  const auto& offload = config.offload;
-  const bool slices = offload.params.is("host"), streamed = !slices && offload.gradients.is("host"), away = !offload.optimizer.is("device");
-  require(!slices || config.zero.stage == 3, "offload.params = host: what waits on the host are slices that a unit fetches when it is used, which ",
-          "zero.stage = 3 alone has, and zero.stage is ", config.zero.stage,
-          "; set zero.stage = 3 (one rank is enough) with offload.params, offload.gradients and offload.optimizer = host, or offload.optimizer = host alone");
-  require((!slices || (away && offload.gradients.is("host"))) && (!streamed || config.zero.stage < 3), "offload.", slices ? "params" : "gradients",
-          " = host: ", slices ? (away ? "offload.gradients = device" : "offload.optimizer = device") : "offload.params = device",
-          ", and the host's cores update parameters, so these, their gradients and the optimizer's state lie there together; set offload.params, ",
-          "offload.gradients and offload.optimizer to host, or offload.optimizer alone");
-  require(!streamed || away, "offload.gradients = host: offload.optimizer = device, and gradients would come back to be used; set offload.optimizer = host or ",
-          "disk, or offload.gradients = device");
-  require(!streamed || !config.run.deterministic, "offload.gradients = host: takes each gradient as it comes, and run.deterministic = true adds them up in a ",
-          "tree; set offload.gradients = device, or run.deterministic = false");
-  require(!streamed || !updates_within_steps(config, ranks.stages), "offload.gradients = host: pipeline.schedule = ", config.pipeline.schedule,
-          " updates on the device in the midst of a step; set offload.gradients = device");
-  require(offload.update == "host" || !(slices || streamed), "offload.update = device: offload.", slices ? "params" : "gradients",
-          " = host, and what is updated lies there; set offload.update = host, or leave both on the device");
-  const bool paged = offload.optimizer.is("disk") || (away && offload.update == "device");
-  const std::string summing = ranks.cut > 1 ? setting_of_optimizer(config.optim, {"adafactor", "adam8bit", "muon"}) : "";
-  require(!paged || summing.empty(), "offload.", offload.optimizer.is("disk") ? "optimizer = disk" : "update = device", ": state comes piece by piece, and ",
-          summing, " asks of parameters that are cut over ", ranks.cut,
-          " ranks for sums of all pieces first; set offload.optimizer = host and offload.update = host, or adamw there");
-  require(!(paged || offload.delayed_update) || ranks.stages == 1 || !config.pipeline.post_validate,
-          "pipeline.post_validate = true: takes an update back by a ", "copy of all that it changed, and with offload.",
-          offload.delayed_update         ? "delayed_update = true that is still changing"
-          : offload.optimizer.is("disk") ? "optimizer = disk that is not in memory"
-                                         : "update = device that is not on the device",
-          "; set pipeline.post_validate = false");
-  if (!offload.delayed_update) return;
-  require(away && offload.update == "host",
-          "offload.delayed_update = true: an update that runs beside the next step is the host's, of state that waits there; ",
-          "set offload.optimizer = host and offload.update = host");
-  require(!slices && !streamed, "offload.delayed_update = true: offload.", slices ? "params" : "gradients",
-          " = host, which the next step uses while the update would change it; set offload.params and offload.gradients to device");
-  require(!updates_within_steps(config, ranks.stages), "offload.delayed_update = true: pipeline.schedule = ", config.pipeline.schedule,
-          " has updates of its own delay; set offload.delayed_update = false, or pipeline.schedule = 1f1b");
-  require(config.precision.loss_scale == "none", "offload.delayed_update = true: precision.loss_scale = ", config.precision.loss_scale,
-          " skips steps, and the update before would wait for the next that is not skipped; set precision.loss_scale = none");
-  require(summing.empty(), "offload.delayed_update = true: ", summing, " exchanges sums with the ", ranks.cut,
-          " ranks over which parameters are cut while it updates, beside those of the next step; set offload.delayed_update = false, or adamw there");
-}
-
-void validate_offload(const Config& config, const OffloadRanks& ranks) {
-  const auto& offload = config.offload;
-  require(offload.fraction >= 0 && offload.fraction <= 1, "offload.fraction = ", offload.fraction, ": expected a share, from 0 to 1");
-  at_least("offload.min_bytes", offload.min_bytes, 0);
-  at_least("offload.budget_bytes", offload.budget_bytes, 0);
-  at_least("offload.prefetch", offload.prefetch, 0);
-  for (const auto& [pattern, place] : offload.activations.by_pattern) {
-    require(place == "host" || place == "disk", "offload.activations: '", pattern, "' = ", place,
-            ": what no pattern names stays on the device; take the pattern out");
-  }
-  validate_update(config, ranks);
-}
-
 void validate_recompute(const Config& config) {
   const auto& recompute = config.recompute;
   at_least("recompute.every", recompute.every, 1);
@@ -466,6 +402,11 @@ void resolve(Config& config) {
     if (model.vocab_size == 0 && config.data.tokenizer == "byte") model.vocab_size = byte_vocabulary;
   }
   if (!config.data.seed) config.data.seed = config.run.seed;
+  // Gradients lie beside the slices that they update, and so does state where nobody says otherwise.
+  auto& offload = config.offload;
+  for (const auto& [key, places] : {std::pair{"offload.gradients", &offload.gradients}, {"offload.optimizer", &offload.optimizer}}) {
+    if (!offload.params.by_pattern.empty() && !config.given.contains(key) && places->is("device")) *places = offload.params;
+  }
   if (!config.given.contains("optim.momentum") && config.optim.momentum == 0) config.optim.momentum = default_momentum(config.optim.name);
   if (config.data.cache_dir.empty()) config.data.cache_dir = default_cache_dir();
   if (config.log.dir.empty()) config.log.dir = (std::filesystem::current_path() / "runs" / config.name).string();
@@ -477,7 +418,6 @@ void validate(const Config& config, int world_size, Purpose purpose) {
   const auto size_of = [&](const std::string& wanted) {
     return std::find_if(axes.begin(), axes.end(), [&](const auto& axis) { return axis.first == wanted; })->second;
   };
-  refuse_missing_techniques(config);  // first: what is missing is not asked for its other settings
   if (purpose == Purpose::Train) check_text(config);
   validate_model(config.model);
   validate_process(config);

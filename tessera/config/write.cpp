@@ -78,13 +78,12 @@ std::optional<std::string> toml_of(const T& field, const FieldRule& rule) {
   }
 }
 
-std::string values_column(std::string_view name, std::string_view type, const FieldRule& rule) {
+std::string values_column(std::string_view type, const FieldRule& rule) {
   std::string listed;
   for (const auto& choice : detail::split_choices(rule.choices)) listed += (listed.empty() ? "`" : ", `") + choice + "`";
   if (rule.number) return listed + ", a number";
   if (rule.path) return listed.empty() ? (type == "a string" ? "a path" : "a list of paths") : listed + ", a path";
-  if (type == detail::type_name<ByPattern>() && name == "activations") return listed + ", a table of patterns and these";
-  if (type == detail::type_name<ByPattern>() && name == "kernels") return listed + ", a table of kernels and these";
+  if (type == detail::type_name<ByPattern>()) return listed + (name == "kernels" ? ", a table of kernels and these" : ", a table of patterns and these");
   return listed.empty() ? std::string(type) : listed;
 }
 
@@ -158,7 +157,7 @@ std::string configuration_markdown() {
     std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto& field, const FieldRule& rule, std::string_view doc) {
       const auto value = toml_of(field, FieldRule{});
       out << "| " << name << " | " << (value ? "`" + *value + "`" : std::string(rule.unset)) << " | "
-          << values_column(name, detail::type_name<std::decay_t<decltype(field)>>(), rule) << " | " << doc << (rule.per_rank ? " Per rank." : "") << " |\n";
+          << values_column(detail::type_name<std::decay_t<decltype(field)>>(), rule) << " | " << doc << (rule.per_rank ? " Per rank." : "") << " |\n";
     });
   });
   return std::move(out).str();

@@ -12,6 +12,7 @@
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/kept_memory.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/part_storage.h"
 
@@ -67,12 +68,12 @@ at::Tensor entry_view(const at::Tensor& flat, const UnitLayout::Entry& entry) { 
 
 }  // namespace
 
-FlatParameters::FlatParameters(std::vector<nn::NamedParameter> parameters, comm::Group group, Dtypes dtypes, at::Device device,
-                               std::shared_ptr<const HostLink> host)
+FlatParameters::FlatParameters(std::vector<nn::NamedParameter> parameters, comm::Group group, Dtypes dtypes, at::Device device, const Beside& beside)
     : parameters_(std::move(parameters)),
       group_(std::move(group)),
       dtypes_(dtypes),
-      host_(std::move(host)),
+      host_(beside.host),
+      file_(beside.file),
       trained_(parameters_.front().tensor.requires_grad()) {
   std::vector<std::vector<int64_t>> shapes;
   for (const auto& parameter : parameters_) shapes.push_back(parameter.tensor.sizes().vec());
@@ -80,7 +81,12 @@ FlatParameters::FlatParameters(std::vector<nn::NamedParameter> parameters, comm:
   arrivals_.assign(parameters_.size(), Arrival::None);
   const at::Tensor& first = parameters_.front().tensor;
   const auto options = first.options().device(first.is_meta() ? device : first.device());
-  slices_ = allocate_slices(group_, layout_.part, options, host_.get());
+  if (file_) {
+    filed_ = file_->make(layout_.part, first.scalar_type());
+    slices_ = filed_->tensor();
+  } else {
+    slices_ = allocate_slices(group_, layout_.part, options, host_.get());
+  }
   whole_ = flat_without_memory(layout_.size, options.dtype(dtypes_.gathered));
   for (const UnitLayout::Entry& entry : layout_.parameters) {
     whole_views_.push_back(no_view([&] { return entry_view(whole_, entry); }));
@@ -100,6 +106,7 @@ void FlatParameters::cut() {
     if (!parameter.is_meta()) keep_rows(i, parameter.detach());
     nn::set_slice(parameter, cut_.emplace_back(std::move(slice)));
     nn::keep_memory(parameter);
+    nn::keep_beside(parameter, host_ != nullptr);
   }
   show_slices();
 }
@@ -147,7 +154,9 @@ void FlatParameters::take_in(size_t limit) {
             ": a vector of whole parameters does not fit slices (vector_to_parameters); load whole tensors one by one, before fully_shard or after");
     nn::set_slice(parameter, cut_[i]);  // set_data takes over what the other tensor says of itself
     nn::keep_memory(parameter);
+    nn::keep_beside(parameter, host_ != nullptr);
     brought_.wait();  // a copy to the device may still read what is written here
+    drop_read();
     const at::Tensor rows = local_rows(slices_, i);
     nn::leave_to_aliases(slice_storages_[i], rows);
     slice_storages_[i] = nn::part_storage(rows);
@@ -222,6 +231,7 @@ void FlatParameters::show_slices() {
   brought_.wait();  // whoever sees the slices may write them
   brought_ = {};
   cast_.reset();
+  drop_read();
   for (size_t i = 0; i < parameters_.size(); ++i) point_at(parameters_[i].tensor, slice_view(i));
 }
 
@@ -262,11 +272,43 @@ void FlatParameters::unshard() {
     set_gradient(parameter, {});
     point_at(parameter, entry_view(whole, layout_.parameters[i]).clone());
     nn::set_slice(parameter, before_[i]);
+    nn::keep_beside(parameter, false);
   }
 }
 
+void FlatParameters::begin_read() {
+  if (!file_ || read_.defined()) return;
+  const MemoryScope scope(MemoryCategory::Comm);
+  read_ = host_->empty(layout_.part, slices_.scalar_type());
+  filed_->begin_copy(read_);
+}
+
+/// Its memory is gone when this returns, and not at some time later.
+void FlatParameters::drop_read() {
+  if (!read_.defined()) return;
+  filed_->await_copy();
+  read_.reset();
+}
+
+void FlatParameters::let_go() {
+  if (filed_) filed_->let_go();
+  if (filed_gradients_) filed_gradients_->let_go();
+}
+
+at::Tensor FlatParameters::read_slices() {
+  begin_read();
+  filed_->await_copy();
+  const at::Tensor slices = std::exchange(read_, {});
+  if (dtypes_.gathered == slices.scalar_type()) return slices;
+  const MemoryScope scope(MemoryCategory::Comm);
+  const at::Tensor cast = host_->empty(layout_.part, dtypes_.gathered);
+  cast.copy_(slices);
+  return cast;
+}
+
 /// On the host, in the type that is gathered: cast once while parameters are whole, so that each copy moves no more than the device needs.
-const at::Tensor& FlatParameters::sendable_slices() {
+at::Tensor FlatParameters::sendable_slices() {
+  if (file_) return read_slices();
   if (dtypes_.gathered == slices_.scalar_type()) return slices_;
   if (!cast_.defined()) {
     const MemoryScope scope(MemoryCategory::Comm);
@@ -287,7 +329,7 @@ void FlatParameters::start_gather() {
     return;
   }
   // The collective follows the copy's stream, not the one that computes, which goes on beside both.
-  const at::Tensor& slices = sendable_slices();
+  const at::Tensor slices = sendable_slices();
   const CopyStream::Scope copying(host_->in);
   sent_ = gathered.narrow(0, group_.rank() * layout_.part, layout_.part);
   sent_.copy_(slices, /*non_blocking=*/true);
@@ -450,9 +492,20 @@ void FlatParameters::add_to_slices() {
   if (local_gradients_.defined()) {
     local_gradients_.add_(summed_);
     release_scratch(summed_);
+  } else if (file_) {
+    keep_sum();
   } else {
     local_gradients_ = std::exchange(summed_, {});
   }
+  if (file_) filed_gradients_->let_go();
+}
+
+/// The first of a step, in the file.
+void FlatParameters::keep_sum() {
+  if (!filed_gradients_) filed_gradients_ = file_->make(layout_.part, summed_.scalar_type());
+  local_gradients_ = filed_gradients_->tensor();
+  local_gradients_.copy_(summed_);
+  release_scratch(summed_);
 }
 
 /// Adds what waits on the host of earlier micro-batches to what has been reduced, on the device, where replicas can add it up.

@@ -11,6 +11,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/group.h"
 #include "tessera/fsdp/unit_layout.h"
+#include "tessera/memory/filed_tensor.h"
 #include "tessera/memory/host_link.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/parameter.h"
@@ -21,7 +22,8 @@ namespace tessera {
 /// gathered whole, and of gradients in both forms; the parameters themselves stay the model's own tensors, which are pointed at one or the other.
 ///
 /// With a HostLink, slices of parameters and of reduced gradients lie on the host: a gather begins with a copy of this rank's slice into its part of the whole,
-/// a reduction ends with a copy of the reduced slice, and both run beside the device's computing.
+/// a reduction ends with a copy of the reduced slice, and both run beside the device's computing. With a TensorFile they lie in it, and a slice is read to the
+/// host for that copy.
 class FlatParameters {
  public:
   struct Dtypes {
@@ -31,9 +33,15 @@ class FlatParameters {
     at::ScalarType kept;      ///< of this rank's slices of the reduced gradients
   };
 
+  /// What lies beside the device. Neither: all of it is there.
+  struct Beside {
+    std::shared_ptr<const HostLink> host{};  ///< slices lie on the host
+    std::shared_ptr<TensorFile> file{};      ///< and there in this file; only beside `host`
+  };
+
   /// Parameters on meta get memory on `device`, undefined in content; others keep their device and their values' rows. From here on each is this rank's
-  /// slice, and carries it (nn::slice_of). With `host` the slices lie there. Not collective.
-  FlatParameters(std::vector<nn::NamedParameter> parameters, comm::Group group, Dtypes dtypes, at::Device device, std::shared_ptr<const HostLink> host = {});
+  /// slice, and carries it (nn::slice_of). Not collective.
+  FlatParameters(std::vector<nn::NamedParameter> parameters, comm::Group group, Dtypes dtypes, at::Device device, const Beside& beside);
 
   const std::vector<nn::NamedParameter>& parameters() const { return parameters_; }
   const UnitLayout& layout() const { return layout_; }
@@ -56,7 +64,7 @@ class FlatParameters {
   void set_complaint(std::string text);
   int64_t gathered_bytes() const;
   at::Device device() const { return whole_.device(); }  ///< that computes with them
-  int64_t reduced_bytes() const;  ///< of whole gradients
+  int64_t reduced_bytes() const;                         ///< of whole gradients
   int64_t local_bytes() const;
   int64_t tied_bytes() const;  ///< of the slices once more for each further name that their parameters have
 
@@ -70,6 +78,9 @@ class FlatParameters {
   void show_slices();  ///< each parameter is this rank's rows
   void show_whole();   ///< each parameter has its whole shape; with memory between start_gather or allocate, and release
 
+  /// With a file: begins to read the slices, for the gather that comes. Whoever sees the slices before that ends it.
+  void begin_read();
+  void let_go();        ///< with a file: nobody needs what is in it in memory for now
   void start_gather();  ///< [part] of every rank -> the whole; in flight until finish_gather
   void finish_gather();
   void allocate();     ///< memory for the whole, undefined in content
@@ -123,12 +134,16 @@ class FlatParameters {
   void convert_sum(MemoryCategory category);
   void add_to_slices();
   void add_to_waiting();
-  const at::Tensor& sendable_slices();
+  at::Tensor sendable_slices();
+  at::Tensor read_slices();
+  void drop_read();
+  void keep_sum();
 
   std::vector<nn::NamedParameter> parameters_;
   comm::Group group_;
   Dtypes dtypes_;
   std::shared_ptr<const HostLink> host_;  ///< null: slices lie on the device
+  std::shared_ptr<TensorFile> file_;      ///< null: and not in a file
   UnitLayout layout_;
   std::vector<Slice> before_;         ///< of the parameters as they were given
   std::vector<Slice> cut_;            ///< as they are since
@@ -136,14 +151,16 @@ class FlatParameters {
   std::vector<std::vector<int64_t>> slice_sizes_;
   std::string complaint_;
   bool trained_;
-  at::Tensor slices_;                        ///< [part], this rank's rows one behind the other
-  std::vector<at::Storage> slice_storages_;  ///< per parameter, over its part of slices_
+  std::unique_ptr<FiledTensor> filed_, filed_gradients_;  ///< with a file: what slices_ and local_gradients_ are
+  at::Tensor slices_;                                     ///< [part], this rank's rows one behind the other
+  std::vector<at::Storage> slice_storages_;               ///< per parameter, over its part of slices_
   std::vector<at::Tensor> whole_views_;
   at::Tensor whole_;  ///< [size], without memory unless gathered
 
   comm::Pending gather_;
   at::Tensor sent_, received_;  ///< of the gather: the slices in the gathered dtype; [ranks * part] where the parts are uneven
-  at::Tensor cast_;             ///< with a host: the slices in the gathered dtype, where that is another, while parameters are whole
+  at::Tensor cast_;             ///< with a host: the slices in the gathered dtype, where that is another, while parameters are whole; without a file
+  at::Tensor read_;             ///< with a file: the slices on the host, on their way or there, for the next gather
   CopyStream::Point brought_;   ///< the copy of the slices to the device
 
   /// Where a whole gradient is.

@@ -198,7 +198,9 @@ class FullyShardedDataParallel::Impl {
 
   void after_update() {
     explicit_calls_.after_update();
-    if (active() && !step_->running()) units_->release_all();  // what a forward has left for its backward is of the values before
+    if (!active()) return;
+    if (!step_->running()) units_->release_all();  // what a forward has left for its backward is of the values before
+    units_->let_go();
   }
 
   void unshard() {
@@ -261,6 +263,7 @@ class FullyShardedDataParallel::Impl {
     for (size_t unit = 0; unit < units_->size(); ++unit) {
       ShardUnit& one = described.emplace_back();
       one.name = units_->name(unit);
+      one.place = units_->place(unit);
       for (const FlatParameters& flat : units_->flats(unit)) {
         for (const auto& parameter : flat.parameters()) one.parameters.push_back(parameter.name);
         one.numel += flat.layout().numel();
@@ -272,7 +275,7 @@ class FullyShardedDataParallel::Impl {
   }
 
  private:
-  bool active() const { return group_.size() > 1 || options_.replicate.size() > 1 || options_.offload != Offload::None; }
+  bool active() const { return group_.size() > 1 || options_.replicate.size() > 1 || options_.offloads(); }
 
   void check_sharded(const char* call) const {
     require(!unsharded_, "fully_shard: ", call, "() was called after unshard(): the module is whole, and nothing is sharded any more; wrap it anew");

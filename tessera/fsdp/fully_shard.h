@@ -13,6 +13,7 @@
 #include <torch/nn/pimpl.h>
 
 #include "tessera/comm/group.h"
+#include "tessera/memory/filed_tensor.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/replicas.h"
@@ -61,7 +62,17 @@ enum class ShardTrigger {
 ///              back to the device once: P/n elements more to the device, and the last reduction's come in the type of the kept gradients
 ///
 /// A group of one copies units in and out without a collective.
-enum class Offload { None, Host };
+///
+/// Disk: those slices of parameters and of reduced gradients lie in FullyShardOptions::file (ZeRO-Infinity, arXiv:2104.07857). Slices are read while the unit
+/// before is gathered, `prefetch.units` of them beyond those that are gathered ahead, and dropped once they are on the device; gradients are added up in the
+/// file, and clipping and update go through it as the host goes through memory. Nothing is cast beforehand. What is made like parameters lies where its maker
+/// puts it.
+///
+///   host       slices of units that are read, or on their way to the device, and a reduced slice
+///   disk       (w + g)/n bytes an element
+///   from disk  each slice that goes to the device; gradients once for each further micro-batch, norm, clipping and update; slices for the update
+///   to disk    gradients for each micro-batch, and clipped ones; slices that were updated
+enum class Offload { None, Host, Disk };
 
 struct FullyShardOptions {
   nn::ParameterFilter only = {};  ///< which of the module's parameters; the rest are another's, who may shard them over other ranks (experts)
@@ -92,7 +103,15 @@ struct FullyShardOptions {
   BufferBroadcast buffers = BufferBroadcast::EachStep;
   int64_t unit_bytes_limit = 0;  ///< a gathered unit may not take more than that; 0: no limit
   ShardTrigger trigger = ShardTrigger::Automatic;
-  Offload offload = Offload::None;  ///< Host: slices wait there
+  Offload offload = Offload::None;  ///< where slices wait
+  /// The same for each parameter, where they wait at several places; unset: `offload`. A unit is fetched as a whole, so all of its parameters have one place.
+  std::function<Offload(const nn::NamedParameter&)> place = {};
+  std::shared_ptr<TensorFile> file = {};  ///< in which those with Disk lie
+
+  /// Where slices of `parameter` wait.
+  Offload place_of(const nn::NamedParameter& parameter) const { return place ? place(parameter) : offload; }
+  /// Whether any may wait elsewhere than on the device.
+  bool offloads() const { return place || offload != Offload::None; }
 };
 
 /// A unit as a plan sees it.
@@ -102,6 +121,7 @@ struct ShardUnit {
   int64_t numel = 0;                    ///< of all its parameters
   int64_t gathered_bytes = 0;           ///< while in use, padding included
   int64_t local_bytes = 0;              ///< of this rank's slices, padding included
+  Offload place = Offload::None;        ///< where these wait
 };
 
 /// Sharded parameters, gradients and optimizer state (ZeRO stage 3, arXiv:1910.02054; FSDP, arXiv:2304.11277) over the ranks of a group, n of them; made by
@@ -178,8 +198,8 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
 
 /// Shards `module` over `group`, in place. On meta the parameters get their slices, to be given memory by `init` or materialize; a module with values is made
 /// equal over the ranks (options.replicas) and cut. Throws ConfigError for a pattern that matches nothing (naming the nearest path), a unit above
-/// unit_bytes_limit (naming the largest), modules that cannot be intercepted with ShardTrigger::Calls, an `init` that leaves a parameter
-/// untouched or changes its shape.
+/// unit_bytes_limit (naming the largest), modules that cannot be intercepted with ShardTrigger::Calls, parameters of one unit at several places, an `init`
+/// that leaves a parameter untouched or changes its shape.
 std::unique_ptr<FullyShardedDataParallel> fully_shard(torch::nn::Module& module, comm::Group group, FullyShardOptions options = {});
 
 /// The same for every holder.

@@ -32,7 +32,7 @@ at::ScalarType gathered_dtype(const nn::NamedParameter& parameter, const FullySh
 
 /// A collective moves elements of one dtype, and frozen parameters have no gradients to reduce: so a unit is as many flats as it has kinds of parameters.
 std::vector<FlatParameters> flats_of(const UnitPlan::Unit& unit, const comm::Group& group, const FullyShardOptions& options,
-                                     const std::shared_ptr<const HostLink>& host) {
+                                     const FlatParameters::Beside& beside) {
   using Kind = std::tuple<bool, at::ScalarType, at::ScalarType>;
   std::map<Kind, std::vector<nn::NamedParameter>> kinds;
   for (const auto& parameter : unit.parameters) {
@@ -48,9 +48,23 @@ std::vector<FlatParameters> flats_of(const UnitPlan::Unit& unit, const comm::Gro
     // Micro-batches are added up in no narrower a type than that in which their sum is kept.
     const at::ScalarType summed = options.reduce_each_micro_batch ? reduced : at::promote_types(kept, reduced);
     const FlatParameters::Dtypes dtypes{.gathered = gathered, .summed = alone ? kept : summed, .reduced = alone ? kept : reduced, .kept = kept};
-    flats.emplace_back(std::move(parameters), group, dtypes, options.device, host);
+    flats.emplace_back(std::move(parameters), group, dtypes, options.device, beside);
   }
   return flats;
+}
+
+/// Of all parameters of the unit.
+Offload place_of(const UnitPlan::Unit& unit, const FullyShardOptions& options) {
+  const nn::NamedParameter& first = unit.parameters.front();
+  const Offload place = options.place_of(first);
+  for (const auto& parameter : unit.parameters) {
+    require(options.place_of(parameter) == place, "fully_shard: '", first.name, "' and '", parameter.name, "' are of one unit, '", unit.name,
+            "', which is fetched as a whole, and would wait at two places; name all of it in `place` (offload.params), or wrap them apart (wrap, policy; ",
+            "zero.wrap)");
+  }
+  require(place != Offload::Disk || options.file, "fully_shard: '", first.name, "' is to wait on disk, and there is no file; set options.file ",
+          "(make_mapped_file)");
+  return place;
 }
 
 /// Only memory says whether it is used in time, where neither a call nor an operator was seen.
@@ -77,12 +91,15 @@ ShardedUnits::ShardedUnits(const UnitPlan& plan, const comm::Group& group, const
       together_(options.find_unused_parameters) {
   require(limits_.units >= 0 && limits_.bytes >= 0, "fully_shard: prefetch of ", limits_.units, " units and ", limits_.bytes, " bytes must not be negative");
   std::shared_ptr<const HostLink> host;
-  if (options.offload == Offload::Host) {
+  if (options.offloads()) {
     const at::Tensor& first = plan.units.front().parameters.front().tensor;
     host = std::make_shared<const HostLink>(first.is_meta() ? options.device : first.device());
   }
   for (const auto& unit : plan.units) {
-    units_.push_back({.name = unit.name, .flats = flats_of(unit, group, options, host)});
+    const Offload place = place_of(unit, options);
+    const FlatParameters::Beside beside{.host = place == Offload::None ? nullptr : host, .file = place == Offload::Disk ? options.file : nullptr};
+    units_.push_back({.name = unit.name, .flats = flats_of(unit, group, options, beside), .place = place});
+    reads_ |= place == Offload::Disk;
     for (auto& flat : units_.back().flats) flat.set_complaint(complaint_of(unit));
   }
 }
@@ -244,7 +261,7 @@ void ShardedUnits::acquire(size_t index) {
 
 /// What comes next within the limits, each once, however often it comes; not what is in use, but for a unit that is about to be no more. A unit that was kept
 /// for the very next use counts as in use.
-std::vector<size_t> ShardedUnits::ahead(const UseOrder& order, std::optional<size_t> leaving) const {
+std::vector<size_t> ShardedUnits::ahead(const UseOrder& order, std::optional<size_t> leaving, int64_t units) const {
   std::vector<size_t> ahead;
   if (together_) return ahead;
   int64_t bytes = 0;
@@ -253,20 +270,33 @@ std::vector<size_t> ShardedUnits::ahead(const UseOrder& order, std::optional<siz
     const bool in_use = *next != leaving && (memory == Memory::Ready || (memory == Memory::Kept && i == 0));
     if (in_use || std::ranges::find(ahead, *next) != ahead.end()) continue;
     bytes += gathered_bytes(*next);
-    if (static_cast<int64_t>(ahead.size()) == limits_.units || bytes > limits_.bytes) break;
+    if (static_cast<int64_t>(ahead.size()) == units || bytes > limits_.bytes) break;
     ahead.push_back(*next);
   }
   return ahead;
 }
 
 void ShardedUnits::prefetch(const UseOrder& order) {
-  for (const size_t unit : ahead(order, std::nullopt)) {
+  const std::vector<size_t> due = ahead(order, std::nullopt, limits_.units);
+  for (const size_t unit : due) {
     if (units_[unit].memory == Memory::None) start_gather(unit);
+  }
+  if (!reads_) return;
+  // A rank reads by itself, so a guess that is wrong costs no other anything. What is read, and then is not what comes, waits until it is, or the step ends.
+  for (const size_t unit : ahead(order, std::nullopt, 2 * limits_.units)) {
+    if (units_[unit].memory != Memory::None) continue;
+    for (auto& flat : units_[unit].flats) flat.begin_read();
+  }
+}
+
+void ShardedUnits::let_go() {
+  for (auto& unit : units_) {
+    for (auto& flat : unit.flats) flat.let_go();
   }
 }
 
 bool ShardedUnits::is_due(const UseOrder& order, size_t unit) const {
-  const std::vector<size_t> due = ahead(order, unit);
+  const std::vector<size_t> due = ahead(order, unit, limits_.units);
   return std::ranges::find(due, unit) != due.end();
 }
 

@@ -32,6 +32,7 @@ class ShardedUnits {
 
   size_t size() const { return units_.size(); }
   const std::string& name(size_t unit) const { return units_[unit].name; }
+  Offload place(size_t unit) const { return units_[unit].place; }
   std::vector<FlatParameters>& flats(size_t unit) { return units_[unit].flats; }
   const std::vector<FlatParameters>& flats(size_t unit) const { return units_[unit].flats; }
   int64_t gathered_bytes(size_t unit) const;
@@ -54,7 +55,7 @@ class ShardedUnits {
   /// of them: their gathers would meet, and each would have a part of another unit's weights. What every rank has foretold alike needs no telling. Collective,
   /// 128 bytes a rank; a rank that does so alone meets the others in another collective, which its engine, or comm.check, refuses.
   void agree_on(size_t unit) const;
-  /// Starts gathers of what `order` says comes next, within the limits.
+  /// Starts gathers of what `order` says comes next, within the limits, and reads of what comes behind that and lies on disk.
   void prefetch(const UseOrder& order);
   bool held(size_t unit) const { return units_[unit].memory == Memory::Ready; }
   /// Whether prefetch would have it gathered by now, were it not in use.
@@ -69,6 +70,8 @@ class ShardedUnits {
   /// Waits for gathers on their way: from here on slices may be written.
   void settle();
   bool any_held() const;
+  /// Slices are not needed in memory for now, where they lie on disk.
+  void let_go();
 
   /// Starts the reduction of what was taken up for the unit; waits for the one before, so gradients of at most two units are whole at a time.
   /// The `last` of a step also sums over the replicas.
@@ -92,6 +95,7 @@ class ShardedUnits {
   struct Unit {
     std::string name;
     std::vector<FlatParameters> flats;
+    Offload place = Offload::None;
     Memory memory = Memory::None;
     bool whole = false;  ///< its parameters have their whole shapes
   };
@@ -99,7 +103,7 @@ class ShardedUnits {
   std::vector<std::pair<int64_t, std::string>> told_by_all(int64_t number, std::string_view name) const;
   bool moves_nothing() const;
   void refuse_another_order() const;
-  std::vector<size_t> ahead(const UseOrder& order, std::optional<size_t> leaving) const;
+  std::vector<size_t> ahead(const UseOrder& order, std::optional<size_t> leaving, int64_t units) const;
   void start_gather(size_t unit);
   void note(size_t unit, bool reduces);
   void finish_gather(Unit& unit);
@@ -109,6 +113,7 @@ class ShardedUnits {
 
   comm::Group group_, replicas_;
   PrefetchLimits limits_;
+  bool reads_ = false;  ///< some units lie on disk
   double scale_;
   nn::Turn turn_;  ///< among wrappers, on every rank the same
   bool together_;  ///< all units are gathered at once, in one order: ranks may use different ones

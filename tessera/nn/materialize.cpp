@@ -15,6 +15,7 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/init_tape.h"
+#include "tessera/nn/kept_memory.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/names.h"
@@ -293,8 +294,7 @@ void materialize(torch::nn::Module& root, uint64_t seed, at::Device device) {
     nn::forget_version(tensor);
     const bool fits = tensor.sizes() == at::IntArrayRef(nn::slice_of(tensor).local_shape());
     if (nn::keeps_memory(tensor)) {
-      // What is offloaded lies on the host of its device: in pinned memory, or nowhere, where this rank holds nothing of it.
-      const bool beside = tensor.is_cpu() && !device.is_cpu() && (tensor.numel() == 0 || tensor.is_pinned());
+      const bool beside = tensor.is_cpu() && nn::is_kept_beside(tensor);
       require(tensor.device() == device || beside, "materialize: the memory of '", parameter.name, "' was put on ", tensor.device(),
               " when it was sharded, and cannot be given on ", device, "; name that device to fully_shard");
     } else if (tensor.is_meta() || tensor.device() != device || !fits) {

@@ -10,6 +10,7 @@
 #include "tessera/nn/along.h"
 #include "tessera/nn/divided_model.h"
 #include "tessera/nn/init_tape.h"
+#include "tessera/nn/kept_memory.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/sharing.h"
 
@@ -24,7 +25,7 @@ struct ParameterData : c10::BackendMeta {
   std::optional<InitRule> init;
   size_t init_position = 0;
   std::shared_ptr<const Origin> origin;
-  bool keeps_memory = false, follows = false;
+  bool keeps_memory = false, kept_beside = false, follows = false;
   std::vector<Sharing> sharings;
   std::shared_ptr<const DividedModel> divided;
   std::optional<Along> along;
@@ -46,6 +47,7 @@ void change(const at::Tensor& tensor, Change&& how) {
     data->init_position = before->init_position;
     data->origin = before->origin;
     data->keeps_memory = before->keeps_memory;
+    data->kept_beside = before->kept_beside;
     data->follows = before->follows;
     data->sharings = before->sharings;
     data->divided = before->divided;
@@ -121,6 +123,15 @@ void set_data_of_same(const at::Tensor& parameter, const at::Tensor& data) {
 
 void keep_memory(const at::Tensor& parameter) {
   change(parameter, [](ParameterData& data) { data.keeps_memory = true; });
+}
+
+void keep_beside(const at::Tensor& parameter, bool beside) {
+  change(parameter, [&](ParameterData& data) { data.kept_beside = beside; });
+}
+
+bool is_kept_beside(const at::Tensor& parameter) {
+  const auto data = data_of(parameter);
+  return data && data->kept_beside;
 }
 
 bool keeps_memory(const at::Tensor& parameter) {

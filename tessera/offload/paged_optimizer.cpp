@@ -58,6 +58,16 @@ void PagedOptimizer::bring(size_t index) const {
   }
 }
 
+/// To whoever loads: what the host has on disk is looked at there.
+void PagedOptimizer::bring_all() const {
+  for (size_t i = 0; i < pages_.size(); ++i) {
+    for (Page& page : pages_[i]) {
+      if (page.away && page.away->map_into(page.tensor)) page.away.reset();
+    }
+    bring(i);
+  }
+}
+
 void PagedOptimizer::send(size_t index) {
   for (Page& page : pages_[index]) {
     if (page.away || page.tensor.numel() == 0) continue;
@@ -80,7 +90,7 @@ void PagedOptimizer::fetch_behind(size_t index) {
 
 std::vector<optim::StateTensor> PagedOptimizer::state() const {
   const c10::NoGradGuard no_grad;
-  for (size_t i = 0; i < pages_.size(); ++i) bring(i);
+  bring_all();
   return inner_->state();
 }
 
@@ -101,9 +111,18 @@ std::vector<optim::StateTensor> PagedOptimizer::state_to_save() const {
 
 void PagedOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
   const c10::NoGradGuard no_grad;
-  for (size_t i = 0; i < pages_.size(); ++i) bring(i);
-  inner_->hold_state(counts);
-  adopt_state();
+  for (size_t begin = 0, end = 0; begin < parameters_.size(); begin = end) {  // what is made on the host goes to disk before there is more of it than a piece
+    std::map<std::string, int64_t> of_piece;
+    for (int64_t bytes = 0; end < parameters_.size(); ++end) {
+      bytes += static_cast<int64_t>(parameters_[end].tensor.nbytes());
+      if (end > begin && bytes > piece_bytes_) break;
+      const auto found = counts.find(parameters_[end].name);
+      if (found != counts.end()) of_piece.insert(*found);
+    }
+    inner_->hold_state(of_piece);
+    adopt_state();
+    for (size_t i = begin; i < end; ++i) send(i);
+  }
 }
 
 void PagedOptimizer::counts_changed() { inner_->set_update_counts(update_counts()); }

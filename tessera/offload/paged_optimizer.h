@@ -33,8 +33,9 @@ struct PagedOptimizerOptions {
 ///   where it is updated    the state of a piece, and of one that comes
 ///   host                   Host: all state. Disk: what is on its way, two tensors out and a piece in
 ///   traffic                an element's state in and out: with AdamW 8 bytes each way, 12 where there are masters
-/// state_to_save() leaves it where it is, and brings a tensor at a time to the host: saving needs the room of one. state() and hold_state() bring all of it in,
-/// where it stays until the next step: loading a checkpoint needs the room. Works on meta.
+/// state_to_save() leaves it where it is, and brings a tensor at a time to the host: saving needs the room of one. state() brings all of it in, where it stays
+/// until the next step, and loading a checkpoint needs that room; but what is updated on the host from disk is then memory that lies in the file, and loading
+/// needs the room of a piece. Works on meta.
 ///
 /// Throws ConfigError for a `dir` that cannot be written; Error, in a step, where the disk is full or cannot be read.
 class PagedOptimizer final : public optim::Optimizer {
@@ -65,6 +66,7 @@ class PagedOptimizer final : public optim::Optimizer {
   void adopt_state();
   void fetch_behind(size_t index);
   void bring(size_t index) const;
+  void bring_all() const;
   void send(size_t index);
 
   int64_t piece_bytes_;

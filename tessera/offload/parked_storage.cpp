@@ -49,8 +49,8 @@ ParkedStorage::ParkedStorage(std::shared_ptr<Depot> depot, const at::Tensor& ten
   depot_->away_bytes += bytes_;
   if (!on_disk) return;
   extent_ = depot_->file->take(bytes_);
-  const auto ticket = depot_->file->write(extent_, host_, [out = out_] { out.wait(); });
-  depot_->await_write(ticket, std::exchange(host_, {}));
+  written_ = depot_->file->write(extent_, host_, [out = out_] { out.wait(); });
+  depot_->await_write(written_, std::exchange(host_, {}));
 }
 
 ParkedStorage::~ParkedStorage() {
@@ -129,6 +129,16 @@ void ParkedStorage::refill(const at::Tensor& tensor) {
   brought();
   c10::StorageImpl* const back = device_.storage().unsafeGetStorageImpl();
   tensor.storage().unsafeGetStorageImpl()->set_data_ptr(back->set_data_ptr(at::DataPtr(nullptr, device_.device())));
+}
+
+bool ParkedStorage::map_into(const at::Tensor& tensor) const {
+  if (!extent_ || device_.defined() || !depot_->link.device.is_cpu()) return false;
+  depot_->file->wait(written_);
+  auto memory = std::make_unique<std::shared_ptr<void>>(depot_->file->map(extent_));
+  void* const begin = memory->get();
+  tensor.storage().unsafeGetStorageImpl()->set_data_ptr(
+      at::DataPtr(begin, memory.release(), [](void* kept) { delete static_cast<std::shared_ptr<void>*>(kept); }, tensor.device()));
+  return true;
 }
 
 void free_memory(const at::Tensor& tensor) { tensor.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, tensor.device())); }

@@ -57,6 +57,9 @@ class ParkedStorage {
   const at::Storage& restored();
   /// The same, as memory of the very tensor that was parked, from which free_memory() has taken its own.
   void refill(const at::Tensor& tensor);
+  /// The same where they are on disk and the tensor is the host's: its memory is that part of the file, from which nothing is read before it is looked at, and
+  /// what is written there is the file's. False, and nothing done, where they are not.
+  bool map_into(const at::Tensor& tensor) const;
 
  private:
   const at::Storage& brought();
@@ -69,7 +72,7 @@ class ParkedStorage {
   int64_t bytes_;
   at::Tensor host_{};                            ///< [bytes], on the host; undefined while they are on disk alone
   std::shared_ptr<SpillFile::Extent> extent_{};  ///< on disk; null: on the host
-  SpillFile::Ticket read_ = 0;                   ///< 0: not asked for
+  SpillFile::Ticket written_ = 0, read_ = 0;     ///< 0: not asked for
   at::Tensor device_{};                          ///< [bytes], back on the device
   CopyStream::Point out_{}, in_{};
 };

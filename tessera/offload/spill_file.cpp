@@ -1,14 +1,17 @@
 #include "tessera/offload/spill_file.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
 #include <utility>
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "tessera/core/error.h"
+#include "tessera/offload/nameless_file.h"
 
 // One file, one thread: what is written is read again in the order of asking, and a disk gains nothing from two who seek. Plain pread and pwrite, for the page
 // cache is what makes a small run fast and the kernel writes behind; pieces are of MiB, so that calls cost nothing beside bytes. The file has no name, so
@@ -55,7 +58,13 @@ struct FreeRanges {
 
 namespace {
 
-/// A file that has no name any more.
+const char* way_out(int reason) {
+  const bool full = reason == ENOSPC || reason == EDQUOT || reason == EFBIG;
+  return full ? "; name a folder with more space, or leave more on the device or the host" : "";
+}
+
+}  // namespace
+
 int open_nameless(const std::filesystem::path& folder) {
   const int file = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL)) return file;
@@ -64,8 +73,6 @@ int open_nameless(const std::filesystem::path& folder) {
   if (named >= 0) ::unlink(name.c_str());
   return named;
 }
-
-}  // namespace
 
 SpillFile::Extent::~Extent() { free_->give(begin_, size_); }
 
@@ -92,7 +99,8 @@ SpillFile::~SpillFile() {
 }
 
 std::shared_ptr<SpillFile::Extent> SpillFile::take(int64_t bytes) {
-  const int64_t size = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  static const int64_t alignment = std::max<int64_t>(kAlignment, ::sysconf(_SC_PAGESIZE));
+  const int64_t size = (bytes + alignment - 1) / alignment * alignment;
   return std::shared_ptr<Extent>(new Extent(free_, free_->take(size), size));
 }
 
@@ -102,6 +110,20 @@ SpillFile::Ticket SpillFile::write(std::shared_ptr<Extent> to, at::Tensor from, 
 
 SpillFile::Ticket SpillFile::read(std::shared_ptr<Extent> from, at::Tensor to) {
   return add({.writes = false, .extent = std::move(from), .memory = std::move(to), .ready = {}});
+}
+
+std::shared_ptr<void> SpillFile::map(const std::shared_ptr<Extent>& extent) {
+  const auto size = static_cast<size_t>(extent->size_);
+  const int refused = ::posix_fallocate(file_, extent->begin_, extent->size_);
+  if (refused != 0) {
+    throw Error(detail::concat(key_, " = ", folder_.string(), ": reserving ", size, " bytes failed: ", std::strerror(refused), way_out(refused)));
+  }
+  void* const memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file_, extent->begin_);
+  if (memory == MAP_FAILED) {
+    throw Error(detail::concat(key_, " = ", folder_.string(), ": mapping ", size, " bytes failed: ", std::strerror(errno),
+                               errno == ENOMEM ? "; raise what the process may map (ulimit -v), or leave more on the device or the host" : ""));
+  }
+  return {memory, [extent, size](void* mapped) { ::munmap(mapped, size); }};
 }
 
 SpillFile::Ticket SpillFile::add(Job job) {
@@ -157,9 +179,8 @@ void SpillFile::carry_out(const Job& job) {
     if (moved < 0 && errno == EINTR) continue;
     if (moved <= 0) {
       const int reason = moved < 0 ? errno : EIO;
-      const bool full = reason == ENOSPC || reason == EDQUOT || reason == EFBIG;
-      throw Error(detail::concat(key_, " = ", folder_.string(), ": ", job.writes ? "writing " : "reading ", job.memory.nbytes(), " bytes failed: ",
-                                 std::strerror(reason), full ? "; name a folder with more space, or leave more on the device or the host" : ""));
+      throw Error(detail::concat(key_, " = ", folder_.string(), ": ", job.writes ? "writing " : "reading ", job.memory.nbytes(),
+                                 " bytes failed: ", std::strerror(reason), way_out(reason)));
     }
     at += moved;
     left -= static_cast<size_t>(moved);

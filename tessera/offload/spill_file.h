@@ -23,7 +23,7 @@ struct FreeRanges;
 /// ends. One thread of its own writes and reads in the order of asking, beside whoever asks. Ranges that are given back are used again.
 class SpillFile {
  public:
-  static constexpr int64_t kAlignment = 4096;  ///< of ranges: blocks of the file system, so that neighbours never share one
+  static constexpr int64_t kAlignment = 4096;  ///< of ranges: blocks of the file system, so that neighbours never share one; where pages are larger, theirs
 
   /// `folder` is made where it is not there. Throws ConfigError, naming `key`, where no file can be made in it. `dry`: nothing is opened, written or read.
   /// `size` is told what the file grows to, of a dry one, too.
@@ -51,6 +51,10 @@ class SpillFile {
   Ticket write(std::shared_ptr<Extent> to, at::Tensor from, std::function<void()> ready = {});
   Ticket read(std::shared_ptr<Extent> from, at::Tensor to);
   void wait(Ticket ticket);
+
+  /// The range as memory of the host: what is written there is read by read(), and the other way around. Its room on disk is reserved, so that a full disk is
+  /// told of here and not where that memory is touched. The mapping keeps the range. Throws Error where the disk, or what the process may map, is too small.
+  std::shared_ptr<void> map(const std::shared_ptr<Extent>& extent);
 
  private:
   struct Job {

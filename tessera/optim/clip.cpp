@@ -95,6 +95,14 @@ void sum_rows(const at::Tensor& gradient, const RowRun& run, const at::Tensor& o
   });
 }
 
+/// The same where `out` may lie on another device than the gradient: of parameters some of which wait on the host.
+void sum_rows_there(const at::Tensor& gradient, const RowRun& run, const at::Tensor& out) {
+  if (gradient.device() == out.device()) return sum_rows(gradient, run, out);
+  const at::Tensor here = at::empty({run.rows}, out.options().device(gradient.device()));
+  sum_rows(gradient, run, here);
+  out.copy_(here);
+}
+
 /// The sum of `rows`, fp64 [1], added up by pairs of neighbors, then pairs of pairs. Overwrites `rows`.
 at::Tensor sum_tree(const at::Tensor& rows) {
   auto sum = at::empty({1}, rows.options());
@@ -136,7 +144,7 @@ at::Tensor sum_of_group(const NormGroup& group, NormOrder order, const at::Tenso
     int64_t local_row = 0;
     for (const auto& run : term.runs) {
       const int64_t row = term.first_row + (order == NormOrder::FixedTree ? run.first_logical_row : local_row);
-      sum_rows(term.gradient, run, rows.narrow(0, row, run.rows));
+      sum_rows_there(term.gradient, run, rows.narrow(0, row, run.rows));
       local_row += run.rows;
     }
   }
@@ -150,12 +158,16 @@ at::Tensor sum_of_group(const NormGroup& group, NormOrder order, const at::Tenso
   return sum_tree(rows);
 }
 
-/// fp64 on the device where the parameters live.
+/// fp64 on the device where the parameters live; where some of them wait on the host, on that of the others.
 at::TensorOptions norm_options(const std::vector<NormGroup>& groups) {
+  at::TensorOptions options(at::kDouble);
   for (const auto& group : groups) {
-    if (!group.parameters.empty()) return at::TensorOptions(group.parameters.front().tensor.device()).dtype(at::kDouble);
+    for (const auto& parameter : group.parameters) {
+      options = options.device(parameter.tensor.device());
+      if (!parameter.tensor.is_cpu()) return options;
+    }
   }
-  return at::TensorOptions(at::kDouble);
+  return options;
 }
 
 }  // namespace
@@ -179,6 +191,14 @@ at::Tensor clip_factor(const at::Tensor& norm, double max_norm) { return norm.ad
 
 void scale_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& factor) {
   const c10::NoGradGuard no_grad;
+  if (!factor.is_cpu() && !factor.is_meta()) {  // of what waits on the host: its factor is read once
+    std::vector<nn::NamedParameter> here, there;
+    for (const auto& parameter : parameters) (parameter.tensor.grad().defined() && parameter.tensor.grad().is_cpu() ? here : there).push_back(parameter);
+    if (!here.empty()) {
+      scale_gradients(here, factor.cpu());
+      return scale_gradients(there, factor);
+    }
+  }
   const at::Tensor whole = factor.to(at::kDouble), rounded = factor.to(at::kFloat);  // once, here: mul_ would convert it anew for every gradient
   if (whole.is_cpu() && *whole.const_data_ptr<double>() == 1.0) return;
   std::vector<at::Tensor> together;  // of an accelerator, for which many small multiplications cost more than the numbers in them

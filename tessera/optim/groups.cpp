@@ -4,19 +4,11 @@
 #include <set>
 
 #include "tessera/core/error.h"
-#include "tessera/nn/attach.h"
+#include "tessera/nn/paths_to.h"
 
 namespace tessera::optim {
 
 namespace {
-
-/// A parameter's path and those of the modules that hold it: "layers", "layers.0", "layers.0.wq", "layers.0.wq.weight".
-std::vector<std::string> paths_to(const std::string& name) {
-  std::vector<std::string> paths;
-  for (size_t dot = name.find('.'); dot != std::string::npos; dot = name.find('.', dot + 1)) paths.push_back(name.substr(0, dot));
-  paths.push_back(name);
-  return paths;
-}
 
 /// Settings but for those in which the groups of one optimizer may differ, and those that are not an optimizer's to know.
 OptimConfig kind_of(OptimConfig settings) {
@@ -43,9 +35,7 @@ ParameterGroup& group_of(std::vector<ParameterGroup>& groups, double weight_deca
 
 }  // namespace
 
-bool is_of(const OptimGroup& group, const std::string& name) {
-  return std::ranges::any_of(paths_to(name), [&](const std::string& path) { return nn::matches(group.pattern, path); });
-}
+bool is_of(const OptimGroup& group, const std::string& name) { return nn::named_by(group.pattern, name).has_value(); }
 
 ParameterSettings settings_of(const OptimConfig& config, const std::vector<OptimGroup>& groups, const std::string& name, size_t dims, const WholeModel& model) {
   require(config.decay_on == "all" || config.decay_on == "matrices", "optim.decay_on = ", config.decay_on, ": must be one of all, matrices");
@@ -88,7 +78,7 @@ void check_groups(const OptimConfig& config, const std::vector<nn::NamedParamete
   std::vector<size_t> matched(groups.size()), taken(groups.size());
   std::set<std::string> known;
   for (const auto& parameter : parameters) {
-    for (auto& path : paths_to(parameter.name)) known.insert(std::move(path));
+    for (auto& path : nn::paths_to(parameter.name)) known.insert(std::move(path));
     bool first = true;
     for (size_t i = 0; i < groups.size(); ++i) {
       if (!is_of(groups[i], parameter.name)) continue;

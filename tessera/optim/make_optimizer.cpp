@@ -36,9 +36,9 @@ std::unique_ptr<Optimizer> make_named(const OptimConfig& settings, std::vector<P
 std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model, uint64_t seed) {
   auto shares = deal_groups(config, parameters, model);
   if (shares.empty()) return make_named(config, {}, std::move(model), seed);
-  std::vector<std::unique_ptr<Optimizer>> optimizers;
-  for (auto& [settings, groups, whole] : shares) optimizers.push_back(make_named(settings, std::move(groups), std::move(whole), seed));
-  if (optimizers.size() == 1 && optimizers.front()->kind() == config.name) return std::move(optimizers.front());
+  std::vector<Several::Part> optimizers;
+  for (auto& [settings, groups, whole] : shares) optimizers.push_back({.optimizer = make_named(settings, std::move(groups), std::move(whole), seed)});
+  if (optimizers.size() == 1 && optimizers.front().optimizer->kind() == config.name) return std::move(optimizers.front().optimizer);
   return std::make_unique<Several>(config.name, std::move(optimizers));
 }
 

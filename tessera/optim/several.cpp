@@ -4,72 +4,99 @@
 #include <iterator>
 #include <utility>
 
+#include "tessera/memory/memory.h"
+
 namespace tessera::optim {
 
 namespace {
 
-std::vector<ParameterGroup> groups_of(const std::vector<std::unique_ptr<Optimizer>>& optimizers) {
+std::vector<ParameterGroup> groups_of(const std::vector<Several::Part>& parts) {
   std::vector<ParameterGroup> all;
-  for (const auto& optimizer : optimizers) std::ranges::copy(optimizer->groups(), std::back_inserter(all));
+  for (const auto& part : parts) std::ranges::copy(part.optimizer->groups(), std::back_inserter(all));
   return all;
 }
 
 }  // namespace
 
-Several::Several(std::string kind, std::vector<std::unique_ptr<Optimizer>> optimizers)
-    : Optimizer(groups_of(optimizers)), kind_(std::move(kind)), optimizers_(std::move(optimizers)) {}
+Several::Several(std::string kind, std::vector<Part> parts) : Optimizer(groups_of(parts)), kind_(std::move(kind)), parts_(std::move(parts)) {}
 
-void Several::take_back_count() {
-  for (const auto& optimizer : optimizers_) optimizer->take_back_count();
+template <class Tell>
+void Several::tell(Tell&& tell) const {
+  for (const Part& part : parts_) {
+    const HostMemory beside(part.on_host);
+    tell(*part.optimizer);
+  }
 }
 
-void Several::remember_counts() {
-  for (const auto& optimizer : optimizers_) optimizer->remember_counts();
-}
-
-void Several::begin(double lr) {
-  for (const auto& optimizer : optimizers_) optimizer->begin(lr);
-}
-
-void Several::apply(const UpdateTerms& terms) {
-  for (const auto& optimizer : optimizers_) optimizer->apply(terms);
-}
-
-bool Several::needs_begin() const {
-  return std::ranges::any_of(optimizers_, [](const auto& optimizer) { return optimizer->needs_begin(); });
-}
-
-bool Several::skips_on_device() const {
-  return std::ranges::all_of(optimizers_, [](const auto& optimizer) { return optimizer->skips_on_device(); });
-}
-
-bool Several::updates_in_one_pass() const {
-  return std::ranges::all_of(optimizers_, [](const auto& optimizer) { return optimizer->updates_in_one_pass(); });
-}
-
-std::vector<StateTensor> Several::state() const {
+template <class Ask>
+std::vector<StateTensor> Several::all_of(Ask&& ask) const {
   std::vector<StateTensor> all;
-  for (const auto& optimizer : optimizers_) std::ranges::move(optimizer->state(), std::back_inserter(all));
+  tell([&](const Optimizer& optimizer) { std::ranges::move(ask(optimizer), std::back_inserter(all)); });
   return all;
 }
 
+void Several::take_back_count() {
+  tell([](Optimizer& optimizer) { optimizer.take_back_count(); });
+}
+
+void Several::remember_counts() {
+  tell([](Optimizer& optimizer) { optimizer.remember_counts(); });
+}
+
+void Several::begin(double lr) {
+  tell([&](Optimizer& optimizer) { optimizer.begin(lr); });
+}
+
+void Several::apply(const UpdateTerms& terms) {
+  tell([&](Optimizer& optimizer) { optimizer.apply(terms); });
+}
+
+bool Several::needs_begin() const {
+  return std::ranges::any_of(parts_, [](const Part& part) { return part.optimizer->needs_begin(); });
+}
+
+/// A part on the host cannot ask a device.
+bool Several::skips_on_device() const {
+  return std::ranges::all_of(parts_, [](const Part& part) { return !part.on_host && part.optimizer->skips_on_device(); });
+}
+
+bool Several::updates_in_one_pass() const {
+  return std::ranges::all_of(parts_, [](const Part& part) { return part.optimizer->updates_in_one_pass(); });
+}
+
+std::vector<StateTensor> Several::state() const {
+  return all_of([](const Optimizer& optimizer) { return optimizer.state(); });
+}
+
+std::vector<StateTensor> Several::state_to_save() const {
+  return all_of([](const Optimizer& optimizer) { return optimizer.state_to_save(); });
+}
+
+std::vector<StateTensor> Several::state_at_hand() const {
+  return all_of([](const Optimizer& optimizer) { return optimizer.state_at_hand(); });
+}
+
 void Several::hold_state(const std::map<std::string, int64_t>& counts) {
-  for (const auto& optimizer : optimizers_) optimizer->hold_state(counts);
+  tell([&](Optimizer& optimizer) { optimizer.hold_state(counts); });
+}
+
+void Several::follow_all_but(const std::set<std::string>& ahead) {
+  tell([&](Optimizer& optimizer) { optimizer.follow_all_but(ahead); });
 }
 
 std::map<std::string, int64_t> Several::update_counts() const {
   std::map<std::string, int64_t> all;
-  for (const auto& optimizer : optimizers_) all.merge(optimizer->update_counts());
+  for (const Part& part : parts_) all.merge(part.optimizer->update_counts());
   return all;
 }
 
 void Several::set_update_counts(const std::map<std::string, int64_t>& counts) {
   require_counts_of_all(counts);
-  for (const auto& optimizer : optimizers_) {
+  tell([&](Optimizer& optimizer) {
     std::map<std::string, int64_t> own;
-    for (const auto& [name, count] : optimizer->update_counts()) own[name] = counts.at(name);
-    optimizer->set_update_counts(own);
-  }
+    for (const auto& [name, count] : optimizer.update_counts()) own[name] = counts.at(name);
+    optimizer.set_update_counts(own);
+  });
 }
 
 }  // namespace tessera::optim

@@ -49,7 +49,7 @@ std::vector<Choice> stages(const Config& config, int world) {
     choice.sets.insert(choice.sets.end(), mesh.begin(), mesh.end());
     choices.push_back(std::move(choice));
   }
-  if (config.offload.params.is("host")) return choices;
+  if (config.offload.params.is("host") || config.offload.params.is("disk")) return choices;
   if (config.offload.optimizer.is("device")) {
     choices.push_back({.sets = {"offload.optimizer=host"}, .price = kState});
     if (config.zero.stage < 3) choices.push_back({.sets = {"offload.gradients=host", "offload.optimizer=host"}, .price = kStateAndGradients});

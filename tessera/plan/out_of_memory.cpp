@@ -60,7 +60,10 @@ std::string formula_text(const Config& config, int world) {
       "them\n"
       "on each{}: {} for {} parameters; activations, outputs, comm and other come on top\n",
       whole.weight, whole.gradient, whole.state, config.zero.stage, shards, shards == 1 ? "" : "s", kept.weight, kept.gradient, kept.state,
-      config.offload.params.is("host") ? ", on the host" : "", format_bytes(static_cast<int64_t>(kept.total() * parameters)), format_count(parameters));
+      config.offload.params.is("host")   ? ", on the host"
+      : config.offload.params.is("disk") ? ", weights and gradients on disk"
+                                         : "",
+      format_bytes(static_cast<int64_t>(kept.total() * parameters)), format_count(parameters));
 }
 
 namespace {

@@ -33,12 +33,14 @@
 #include "tessera/offload/host_sums.h"
 #include "tessera/offload/paged_optimizer.h"
 #include "tessera/optim/groups.h"
+#include "tessera/optim/several.h"
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/adapters.h"
 #include "tessera/train/expert_ranks.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/pipeline_layout.h"
+#include "tessera/train/places.h"
 #include "tessera/train/recompute_blocks.h"
 #include "tessera/train/synchronize.h"
 #include "tessera/train/tie_stages.h"
@@ -92,12 +94,12 @@ std::vector<nn::NamedParameter> parameters_of(const Composition& run) {
   return all;
 }
 
-/// What an update that is not made element by element asks of the ranks that hold other elements of the same parameters.
-optim::WholeModel whole_model(const Config& config, const Composition& run, at::Device device) {
+/// What an update that is not made element by element asks of the ranks that hold other elements of the same parameters, of those that `only` picks.
+optim::WholeModel whole_model(const Config& config, const Composition& run, at::Device device, const nn::ParameterFilter& only = {}) {
   optim::WholeModel whole;
   std::set<std::string> named, counted;
   for (const auto& parameter : run.parameters) {
-    if (nn::follows(parameter.tensor) || !named.insert(parameter.name).second) continue;
+    if (nn::follows(parameter.tensor) || (only && !only(parameter)) || !named.insert(parameter.name).second) continue;
     whole.parameters.push_back(Slice::whole(parameter.name, nn::slice_of(parameter.tensor).shape));
   }
   for (torch::nn::Module* root : roots_of(run)) {
@@ -183,21 +185,56 @@ void stream_gradients(const std::shared_ptr<HostSums>& sums, Composition& run) {
   run.synchronizer = std::move(host);
 }
 
+/// How a parameter is updated.
+struct UpdateKind {
+  bool on_host = false;                       ///< what is updated lies there
+  WaitingPlace state = WaitingPlace::Device;  ///< where its state waits
+
+  auto operator<=>(const UpdateKind&) const = default;
+};
+
+UpdateKind update_of(const OffloadConfig& offload, const Composition& run, const nn::NamedParameter& parameter) {
+  return {.on_host = run.offloaded || place_of("offload.params", offload.params, parameter) != WaitingPlace::Device,
+          .state = place_of("offload.optimizer", offload.optimizer, parameter)};
+}
+
+/// Makes the optimizer of what is updated in one way.
+std::unique_ptr<optim::Optimizer> make_one(const Config& config, at::Device device, const Composition& run, const UpdateKind& update,
+                                           const std::vector<nn::NamedParameter>& updated, const HostOptimizer::Build& make) {
+  const auto paged = [&](const std::vector<nn::NamedParameter>& parameters) -> std::unique_ptr<optim::Optimizer> {
+    const auto place = update.state == WaitingPlace::Disk ? OffloadPlace::Disk : OffloadPlace::Host;
+    return std::make_unique<PagedOptimizer>(parameters, PagedOptimizerOptions{.place = place, .dir = spill_folder(config), .disk = run.disk}, make);
+  };
+  if (update.state == WaitingPlace::Device) return make(updated);
+  if (config.offload.update == "device") return paged(updated);
+  const HostOptimizer::Build inside = update.state == WaitingPlace::Disk ? HostOptimizer::Build(paged) : make;
+  if (update.on_host) return inside(updated);
+  return std::make_unique<HostOptimizer>(updated, device, inside, HostOptimizer::kPieceBytes, config.offload.delayed_update);
+}
+
 /// Where state waits, and where it is updated, as [offload] says; of what lies on the host as a whole, state does, too.
 std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config, const precision::Policy& policy, at::Device device, const Composition& run) {
-  const auto make = [&](const std::vector<nn::NamedParameter>& updated) {
-    return precision::make_optimizer(config.optim, policy, static_cast<uint64_t>(config.run.seed), updated, whole_model(config, run, device));
+  const auto build = [&](const nn::ParameterFilter& only) {
+    return [&, only](const std::vector<nn::NamedParameter>& updated) {
+      return precision::make_optimizer(config.optim, policy, static_cast<uint64_t>(config.run.seed), updated, whole_model(config, run, device, only));
+    };
   };
-  const bool on_disk = config.offload.optimizer.is("disk");
-  const auto paged = [&](const std::vector<nn::NamedParameter>& updated) -> std::unique_ptr<optim::Optimizer> {
-    const PagedOptimizerOptions options{.place = on_disk ? OffloadPlace::Disk : OffloadPlace::Host, .dir = spill_folder(config), .disk = run.disk};
-    return std::make_unique<PagedOptimizer>(updated, options, make);
-  };
-  if (config.offload.optimizer.is("device")) return make(run.updated);
-  if (config.offload.update == "device") return paged(run.updated);
-  const HostOptimizer::Build inside = on_disk ? HostOptimizer::Build(paged) : make;
-  if (run.offloaded) return inside(run.updated);
-  return std::make_unique<HostOptimizer>(run.updated, device, inside, HostOptimizer::kPieceBytes, config.offload.delayed_update);
+  const OffloadConfig offload = settled_places(config);
+  if (offload.params.by_pattern.empty() && offload.optimizer.by_pattern.empty()) {
+    return make_one(config, device, run, {.on_host = run.offloaded, .state = place_of("offload.optimizer", offload.optimizer, {})}, run.updated, build({}));
+  }
+  std::map<UpdateKind, std::vector<nn::NamedParameter>> updates;
+  for (const auto& parameter : run.parameters) {  // the same on all ranks that meet, whatever they hold of it
+    if (!nn::follows(parameter.tensor)) updates.try_emplace(update_of(offload, run, parameter));
+  }
+  for (const auto& parameter : run.updated) updates[update_of(offload, run, parameter)].push_back(parameter);
+  std::vector<optim::Several::Part> parts;
+  for (const auto& [update, updated] : updates) {
+    const HostMemory beside(update.on_host);
+    const auto alike = [&, wanted = update](const nn::NamedParameter& parameter) { return update_of(offload, run, parameter) == wanted; };
+    parts.push_back({.optimizer = make_one(config, device, run, update, updated, build(alike)), .on_host = update.on_host});
+  }
+  return std::make_unique<optim::Several>(config.optim.name, std::move(parts));
 }
 
 /// What holds for the process, once a rank.
@@ -346,12 +383,14 @@ void check_modules(const Config& config, int tensor_ranks) {
   const Attachment recomputed = recompute_blocks(config, *model);
   const Attachment moved = move_activations(config, *model, at::kMeta);
   optim::check_groups(config.optim, nn::unique_parameters(*model));
+  check_places(config, nn::unique_parameters(*model));
   quantize_frozen(config, *model, at::kMeta);
   if (config.zero.stage < 3) return;
   check_pattern("zero.wrap", *model, config.zero.wrap);
   if (config.tensor.overlap && tensor_ranks > 1) check_overlapped_units(config, *model);
-  const FullyShardOptions options = stage_3_options(config, policy, *model);
+  FullyShardOptions options = stage_3_options(config, policy, *model);
   if (config.recompute.ffn_tile > 0 && config.mesh.cp != 1) check_tiled_units(config, plan_units(*model, options));
+  place_slices(config, at::kMeta, {}, options);
   fully_shard(*model, comm::Group::self(), options);
 }
 

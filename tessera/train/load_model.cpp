@@ -5,7 +5,7 @@
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/config/expert_rules.h"
-#include "tessera/config/missing.h"
+#include "tessera/config/offload_rules.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/mesh/mesh.h"
@@ -17,6 +17,7 @@
 #include "tessera/train/compose.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/pipeline_layout.h"
+#include "tessera/train/places.h"
 #include "tessera/train/progress.h"
 #include "tessera/train/synchronize.h"
 
@@ -35,11 +36,10 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given, cons
   return *found.folder;
 }
 
-/// Parameters live on the host; the unit in use and those ahead of it are on the device.
+/// Parameters wait elsewhere; the unit in use and those ahead of it are on the device.
 void fetch_layers(const Config& config, at::Device device, LoadedModel& model) {
   FullyShardOptions options = stage_3_options(config, precision::policy_from(config.precision), *model.model);
-  options.device = device;
-  options.offload = Offload::Host;
+  place_slices(config, device, {}, options);
   if (model.parts.empty()) model.fetched.push_back(fully_shard(*model.model, comm::Group::self(), options));
   for (const ModelShare& part : model.parts) model.fetched.push_back(fully_shard(*part.module.ptr(), comm::Group::self(), options));
 }
@@ -61,7 +61,7 @@ LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device 
   cut_model(config, layout, built);
   for (const at::Tensor& parameter : built.model->parameters()) parameter.set_requires_grad(false);
   quantize_frozen(config, *built.model, device, saved);
-  if (config.offload.params.is("host")) fetch_layers(settled, device, built);
+  if (!config.offload.params.is("device")) fetch_layers(settled, device, built);
   materialize(*built.model, 0, device);
   built.model->eval();
   return built;
@@ -116,7 +116,11 @@ ReadingLayout reading_layout(const Config& config, int world_size) {
   require(config.zero.stage == 0, "zero.stage = ", config.zero.stage,
           ": shards what training keeps, and a model that is only read keeps none of it; leave it out");
   const MeshShape axes = mesh_shape(config.mesh, config.zero.stage, world_size);
-  refuse_missing_techniques(config);
+  validate_places(config.offload);
+  if (!config.offload.params.by_pattern.empty()) {
+    const auto model = on_meta([&] { return make_model(config.model); });
+    check_places("offload.params", config.offload.params, nn::unique_parameters(*model));
+  }
   const MeshRoles roles = mesh_roles(config);
   const ReadingLayout layout{.copies = size_along(axes, roles.replicate),
                              .tensor_ranks = size_along(axes, roles.layers),

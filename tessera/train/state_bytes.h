@@ -21,10 +21,20 @@ BytesPerParameter bytes_per_parameter(const Config& config);
 BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks);
 
 /// What of that lies on the host beside the device, as [offload] says, when most does: parts that live there; the copies and gradients of what the host's cores
-/// update (HostOptimizer, HostGradients). State on disk is nowhere here.
+/// update (HostOptimizer, HostGradients). What is on disk is nowhere here. Where patterns say so, the mean over the model's elements.
 BytesPerParameter beside_device_per_parameter(const Config& config, const BytesPerParameter& whole, int ranks);
 
 /// What a rank needs of the memory of its host: what lies beside the device, and where the device is the host (`on_cpu`), what lies on it as well.
 BytesPerParameter on_host_per_parameter(const Config& config, int ranks, bool on_cpu);
+
+/// What a step of `micro_batches` writes to a rank's files in offload.dir and reads from them, in bytes a parameter, where the host has no memory to keep any
+/// of it: state out and in, slices once for each gather and for the update, gradients as they are added up, normed, clipped and used.
+struct DiskTraffic {
+  double write = 0, read = 0;
+};
+DiskTraffic disk_traffic_per_parameter(const Config& config, int ranks, int64_t micro_batches);
+
+/// What a rank's files in offload.dir hold of it from step to step.
+BytesPerParameter on_disk_per_parameter(const Config& config, int ranks);
 
 }  // namespace tessera

@@ -184,7 +184,7 @@ Stepper::Stepper(const Config& config, const Mesh& mesh, at::Device device, Rank
     using precision::AddedUp;
     const bool in_slices = config.zero.stage == 3;
     precision::take_gradients_in(*dtype, run_.parameters, config.run.deterministic || in_slices ? AddedUp::Elsewhere : AddedUp::Here);
-    if (in_slices && !run_.offloaded) precision::take_gradients_in(*dtype, run_.alone, AddedUp::Here);
+    if (in_slices && config_.offload.params.is("device")) precision::take_gradients_in(*dtype, run_.alone, AddedUp::Here);
   }
   // What lies in buckets or slices is counted as gradients from the start.
   for (const auto& p : run_.alone) {

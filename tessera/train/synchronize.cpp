@@ -15,6 +15,7 @@
 #include "tessera/nn/names.h"
 #include "tessera/nn/replicas.h"
 #include "tessera/train/part_synchronizers.h"
+#include "tessera/train/places.h"
 #include "tessera/train/progress.h"
 #include "tessera/zero/sharded_data_parallel.h"
 
@@ -142,9 +143,8 @@ FullyShardOptions stage_3_options(const Config& config, const precision::Policy&
 
 void shard_parameters(const Config& config, const precision::Policy& policy, const Mesh& mesh, at::Device device, Composition& run) {
   FullyShardOptions options = stage_3_options(config, policy, *run.model);
-  options.device = device;
-  run.offloaded = config.offload.params.is("host");
-  if (run.offloaded) options.offload = Offload::Host;
+  place_slices(config, device, run.disk, options);
+  run.offloaded = config.offload.params.is("host") || config.offload.params.is("disk");
   run.shard = mesh[mesh_roles(config).shard];
   run.synchronizer = synchronize(config, mesh, run, [&](torch::nn::Module& root, const Dealt& dealt) {
     FullyShardOptions own = options;

@@ -44,6 +44,68 @@ TEST(Validate, GradientsGoToTheHostBelowStage3) {
   EXPECT_THAT(refusal([&](Config& c) { streamed(c), c.offload.update = "device"; }), StartsWith("offload.update = device: offload.gradients = host"));
 }
 
+TEST(Validate, SlicesGoToDiskWithTheirGradients) {
+  const auto disk = [](Config& c, const char* gradients, const char* optimizer) {
+    c.zero.stage = 3, c.offload.params = "disk", c.offload.gradients = gradients, c.offload.optimizer = optimizer;
+  };
+  for (const char* state : {"disk", "host"}) EXPECT_EQ(refusal([&](Config& c) { disk(c, "disk", state); }), "(accepted)");
+  EXPECT_EQ(refusal([&](Config& c) { disk(c, "host", "disk"); }),
+            "offload.params = disk: offload.gradients = host, and the host's cores update parameters, so these, their gradients and the optimizer's state lie "
+            "there together; set offload.params, offload.gradients and offload.optimizer to disk, or offload.optimizer alone");
+  EXPECT_THAT(refusal([&](Config& c) { disk(c, "disk", "device"); }), StartsWith("offload.params = disk: offload.optimizer = device"));
+  EXPECT_THAT(refusal([&](Config& c) { disk(c, "disk", "disk"), c.zero.stage = 2; }), StartsWith("offload.params = disk: what waits on disk are slices"));
+  EXPECT_THAT(refusal([&](Config& c) { disk(c, "disk", "disk"), c.offload.update = "device"; }), StartsWith("offload.update = device: offload.params = disk"));
+  EXPECT_THAT(refusal([](Config& c) { c.offload.gradients = "disk", c.offload.optimizer = "disk"; }),
+              AllOf(StartsWith("offload.gradients = disk: with zero.stage = 0 all gradients go to the host"), HasSubstr("set offload.gradients = host, or ")));
+}
+
+TEST(Validate, PatternsOfSlicesTakeTheirGradientsAndStateAlong) {
+  const ByPattern layers = [] {
+    ByPattern places;
+    places.by_pattern = {{"layers.*", "host"}};
+    return places;
+  }();
+  const auto with = [&](const auto& more) {
+    return refusal([&](Config& c) {
+      c.zero.stage = 3, c.offload.params = layers;
+      resolve(c);
+      more(c);
+    });
+  };
+  EXPECT_EQ(with([](Config&) {}), "(accepted)");
+  EXPECT_EQ(with([](Config& c) { c.offload.optimizer = "disk"; }), "(accepted)");
+  EXPECT_EQ(with([](Config& c) { c.offload.optimizer.by_pattern = {{"**", "host"}}; }), "(accepted)");
+  EXPECT_EQ(with([](Config& c) { c.offload.gradients = "host"; }),
+            "offload.params = { \"layers.*\" = \"host\" }: offload.gradients = host, and the host's cores update parameters, so these, their gradients and the "
+            "optimizer's state lie there together; leave offload.gradients and offload.optimizer out, which then follow");
+  EXPECT_THAT(with([](Config& c) { c.zero.stage = 2; }), HasSubstr("which zero.stage = 3 alone has, and zero.stage is 2; set zero.stage = 3 (one rank"));
+  EXPECT_EQ(with([](Config& c) { c.offload.params.by_pattern["head"] = c.offload.gradients.by_pattern["head"] = "device"; }),
+            "offload.params: 'head' = device: what no pattern names stays on the device; take the pattern out");
+  // Said by somebody, it is not filled in, and is saved as it was said.
+  Config said = config_rules::good();
+  said.offload.params = layers, said.given = {"offload.optimizer"};
+  resolve(said);
+  EXPECT_EQ(said.offload.gradients, layers);
+  EXPECT_EQ(said.offload.optimizer, ByPattern("device"));
+  EXPECT_EQ(parse_config(to_toml(said), ".").offload, said.offload);
+}
+
+TEST(Validate, PatternsOfStateAloneGoWithGradientsOnTheDevice) {
+  const auto with = [&](const auto& more, int world = 1) {
+    return refusal(
+        [&](Config& c) {
+          c.offload.optimizer.by_pattern = {{"layers.0", "disk"}, {"layers.*", "host"}};
+          more(c);
+        },
+        world);
+  };
+  for (const int stage : {0, 1, 2, 3}) EXPECT_EQ(with([&](Config& c) { c.zero.stage = stage; }), "(accepted)");
+  EXPECT_EQ(with([](Config& c) { c.offload.update = "device"; }), "(accepted)");
+  EXPECT_THAT(with([](Config& c) { c.offload.gradients = "host"; }), HasSubstr("offload.gradients = host: takes all gradients to the host"));
+  EXPECT_THAT(with([](Config& c) { c.offload.delayed_update = true; }), HasSubstr("would have some parameters updated late and others not"));
+  EXPECT_THAT(with([](Config& c) { c.optim.name = "muon", c.zero.stage = 2; }, 2), StartsWith("offload.optimizer = disk: state comes piece by piece"));
+}
+
 TEST(Validate, StateThatComesPieceByPieceIsThatOfElementsOrOfWholeParameters) {
   const auto disk = [](Config& c) { c.offload.optimizer = "disk"; };
   EXPECT_EQ(refusal([&](Config& c) { disk(c), c.optim.name = "muon", c.optim.state_dtype = "fp32"; }), "(accepted)");

@@ -1,7 +1,8 @@
-// Slices on the host: the same bits as slices on the device, and bytes where the formulas put them.
+// Slices on the host, on disk, or some here and some there: the same bits as slices on the device, and bytes where the formulas put them.
 
 #include <gmock/gmock.h>
 
+#include "memory_file.h"
 #include "support.h"
 #include "tessera/memory/history.h"
 #include "tessera/memory/memory.h"
@@ -56,6 +57,17 @@ void expect_same_bits(const std::vector<Gradients>& got, const std::vector<Gradi
 void expect_offload_changes_nothing(World& world, const comm::Group& shard, FullyShardOptions options) {
   const auto plain = trained(world, shard, options);
   options.offload = Offload::Host;
+  expect_same_bits(trained(world, shard, options), plain);
+  const auto file = std::make_shared<MemoryFile>();
+  options.file = file;
+  options.offload = Offload::Disk;
+  expect_same_bits(trained(world, shard, options), plain);
+  EXPECT_GT(file->begun, 0);
+  EXPECT_EQ(file->coming, 0) << "what was read is used, or given up";
+  if (options.wrap.empty()) return;
+  options.place = [](const nn::NamedParameter& parameter) {
+    return parameter.name.starts_with("block0") ? Offload::Host : parameter.name.starts_with("block") ? Offload::Disk : Offload::None;
+  };
   expect_same_bits(trained(world, shard, options), plain);
 }
 
@@ -148,7 +160,8 @@ TEST(FullyShard, OffloadLeavesTheDeviceTheUnitsInUse) {
                 MemoryTracker memory;
                 const TrackMemory track(memory);
                 auto net = on_meta([] { return WideNet(); });
-                auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .device = testing_support::test_device(), .prefetch = {.units = 0}, .offload = Offload::Host});
+                auto sharded = fully_shard(net, world.group(),
+                                           {.wrap = "layer*", .device = testing_support::test_device(), .prefetch = {.units = 0}, .offload = Offload::Host});
                 materialize(net, 1, testing_support::test_device());
                 const int64_t share = parameters / ranks;  // rows divide evenly
                 for (int step = 0; step < 2; ++step) {
@@ -207,12 +220,71 @@ TEST(FullyShard, OffloadCopiesASlicePerGatherAndPerReduction) {
   }
 }
 
+TEST(FullyShard, OffloadToDiskReadsAheadAndLeavesTheHostTheUnitsInUse) {
+  constexpr int64_t unit = (1024 * 64 + 1024) * 4, units = 6;
+  for (const int ranks : {1, 2}) {
+    for (const int64_t ahead : {0, 1, 2}) {
+      run_ranks(ranks,
+                [&](World& world) {
+                  MemoryTracker memory;
+                  const auto file = std::make_shared<MemoryFile>();
+                  const TrackMemory track(memory);
+                  auto net = on_meta([] { return WideNet(); });
+                  auto sharded = fully_shard(
+                      net, world.group(),
+                      {.wrap = "layer*", .device = testing_support::test_device(), .prefetch = {.units = ahead}, .offload = Offload::Disk, .file = file});
+                  for (const ShardUnit& one : sharded->units()) EXPECT_EQ(one.place, Offload::Disk);
+                  materialize(net, 1, testing_support::test_device());
+                  for (int step = 0; step < 3; ++step) {
+                    memory.reset_peak();
+                    file->begun = file->most_coming = 0;
+                    sharded->begin_step();
+                    for (int pass = 0; pass < 2; ++pass) {
+                      sharded->before_micro_batch({.last = pass == 1});
+                      const MemoryScope activations(MemoryCategory::Activations);
+                      net(at::full({1, 64}, 0.1)).sum().backward();
+                      sharded->after_micro_batch({});
+                    }
+                    sharded->finish();
+                    sharded->after_update();
+                    EXPECT_EQ(file->begun, 2 * 2 * units) << "each once for each gather";
+                    if (step > 0) EXPECT_EQ(file->most_coming, 1 + ahead);
+                    EXPECT_LE(total_of(memory.host_peak_by_category()), (2 + ahead) * unit / ranks);
+                    EXPECT_EQ(file->elements, 2 * units * unit / 4 / ranks) << "slices, and what is added up for them";
+                    EXPECT_EQ(memory.current(), 0);
+                    EXPECT_EQ(total_of(memory.host_by_category()), 0) << "between steps the host has nothing either";
+                  }
+                },
+                {.backend = ranks == 1 ? "gloo" : "shm"});
+    }
+  }
+}
+
+TEST(FullyShard, AUnitWaitsAtOnePlace) {
+  DeepNet net;
+  const auto apart = [](const nn::NamedParameter& parameter) { return parameter.name.ends_with("bias") ? Offload::Host : Offload::None; };
+  try {
+    fully_shard(net, comm::Group::self(), {.wrap = "block*", .place = apart});
+    FAIL() << "a unit was taken apart";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(), ::testing::AllOf(::testing::HasSubstr("are of one unit, '"), ::testing::HasSubstr("(offload.params)")));
+  }
+  try {
+    fully_shard(net, comm::Group::self(), {.offload = Offload::Disk});
+    FAIL() << "nothing holds the slices";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("there is no file; set options.file"));
+  }
+}
+
 TEST(FullyShard, OffloadCastsOnceAStep) {
   run_ranks(2, [&](World& world) {
     MemoryTracker memory;
     const TrackMemory track(memory);
     auto net = on_meta([] { return WideNet(); });
-    auto sharded = fully_shard(net, world.group(), {.wrap = "layer*", .device = testing_support::test_device(), .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .offload = Offload::Host});
+    auto sharded = fully_shard(
+        net, world.group(),
+        {.wrap = "layer*", .device = testing_support::test_device(), .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat, .offload = Offload::Host});
     materialize(net, 1, testing_support::test_device());
     const int64_t slices = of(memory.host_by_category(), MemoryCategory::Parameters);
     sharded->begin_step();

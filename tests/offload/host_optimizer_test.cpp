@@ -156,6 +156,39 @@ TEST(PagedOptimizer, IsSavedATensorAtATime) {
   std::filesystem::remove_all(folder);
 }
 
+/// On the host, where what is on disk is memory that lies in the file.
+TEST(PagedOptimizer, IsLoadedAPieceAtATime) {
+  const std::filesystem::path folder = std::filesystem::temp_directory_path() / ("tessera-loaded-" + std::to_string(getpid()));
+  MemoryTracker memory;
+  const TrackMemory track(memory);
+  const std::vector<std::vector<int64_t>> shapes(8, {16, 16});
+  auto parameters = make_parameters(shapes, at::kCPU), same = make_parameters(shapes, at::kCPU);
+  constexpr int64_t kOne = 16 * 16 * 4;
+  const auto plain = optim::make_optimizer(config_of("adamw"), same);
+  optim::draw_gradients(same, 1);
+  plain->step(1e-2);
+  for (size_t i = 0; i < same.size(); ++i) parameters[i].tensor.detach().copy_(same[i].tensor.detach());
+  std::map<std::string, at::Tensor> stored;
+  for (const auto& held : plain->state()) stored[held.parameter + held.state] = held.tensor.clone();
+
+  PagedOptimizer paged(parameters, {.place = OffloadPlace::Disk, .dir = folder, .piece_bytes = kOne}, building("adamw"));
+  const int64_t before = total_of(memory.current_by_category()) + total_of(memory.host_by_category());
+  memory.reset_peak();
+  paged.hold_state(plain->update_counts());
+  const auto state = paged.state();
+  ASSERT_EQ(state.size(), stored.size());
+  for (const auto& held : state) at::Tensor(held.tensor).copy_(stored.at(held.parameter + held.state));
+  paged.set_update_counts(plain->update_counts());
+  EXPECT_LE(memory.peak() + total_of(memory.host_peak_by_category()), before + 6 * kOne) << "the state of a piece, and what is written of it";
+  for (int step = 2; step < 4; ++step) {
+    for (auto* all : {&parameters, &same}) optim::draw_gradients(*all, step);
+    paged.step(1e-2);
+    plain->step(1e-2);
+    for (size_t i = 0; i < same.size(); ++i) EXPECT_TRUE(at::equal(parameters[i].tensor.detach(), same[i].tensor.detach())) << i << ", step " << step;
+  }
+  std::filesystem::remove_all(folder);
+}
+
 // The state behind a piece begins to come before anybody asks whether its parameter has a gradient.
 TEST(PagedOptimizer, IsSavedWhileItComes) {
   constexpr int64_t kOne = 16 * 16 * 4;

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
+#include "tessera/memory/memory.h"
+#include "tessera/optim/several.h"
 #include "tests/optim/parameters.h"
 #include "tests/refusal.h"
 
@@ -140,6 +142,28 @@ TEST(Groups, ThatAreOfNothingAreRefused) {
               AllOf(HasSubstr("'layer.*.norm' matches no module and no parameter"), HasSubstr("'layers.0.norm'")));
   config.groups = {"layers: lr_factor = 2", "**.norm: weight_decay = 0"};
   EXPECT_THAT(testing_support::refusal([&] { check_groups(config, parameters); }), AllOf(HasSubstr("'**.norm'"), HasSubstr("groups before it")));
+}
+
+/// A number that a device has decides nothing for what the host updates, and what that makes lies beside the device.
+TEST(Several, KnowsWhichOfThemUpdateOnTheHost) {
+  OptimConfig config;
+  for (const bool on_host : {false, true}) {
+    auto here = make_parameters({{4, 3}}), there = make_parameters({{5, 3}}, at::kCPU);
+    here[0].name = "here", there[0].name = "there";
+    at::Tensor(there[0].tensor).set_requires_grad(false);  // so that its state is made when it is asked for
+    std::vector<Several::Part> parts;
+    parts.push_back({.optimizer = make_optimizer(config, here)});
+    parts.push_back({.optimizer = make_optimizer(config, there), .on_host = on_host});
+    Several several("adamw", std::move(parts));
+    EXPECT_EQ(several.skips_on_device(), !on_host);
+    MemoryTracker memory;
+    memory.compute_on(testing_support::test_device());
+    const TrackMemory track(memory);
+    several.hold_state({{"there", 1}});
+    if (on_host) EXPECT_GT(memory.host_by_category()[static_cast<size_t>(MemoryCategory::Optimizer)], 0);
+    EXPECT_EQ(several.state_to_save().size(), several.state().size());
+    EXPECT_EQ(several.state_at_hand().size(), several.state().size());
+  }
 }
 
 }  // namespace

@@ -235,6 +235,38 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWithSlicesOnTheHost) {
   EXPECT_GT(json["ranks"][0]["host_bytes"]["total"], json["ranks"][0]["peak_bytes"]["optimizer"]);
 }
 
+TEST_F(DryRunTest, PeakEqualsTheRealRunWithSlicesOnDiskOrByPattern) {
+  const auto expect_same = [&](const std::string& family, std::vector<std::string> sets, int world) {
+    sets.insert(sets.end(), {"zero.stage=3", "run.steps=3", "run.threads=1", "model.layers=4", "offload.dir=" + (folder_ / "away").string()});
+    const Config placed = config(family, sets);
+    expect_real_peak(placed, world);
+    int64_t taken = 0;
+    const auto steps = train(placed, world, [&](Composition& run) {
+                         if (run.device.is_meta() || run.shard.rank() == 0) taken = run.disk.value();
+                       }).steps;
+    const auto planned = plan::dry_run(placed, world);
+    EXPECT_EQ(planned.ranks.at(0).disk_bytes, taken) << ::testing::PrintToString(sets);
+    if (world == 1) EXPECT_EQ(planned.ranks.at(0).host_bytes, steps.back().memory.host) << ::testing::PrintToString(sets);
+  };
+  for (const int world : {1, 2}) {
+    expect_same("llama", {"offload.params=disk", "offload.gradients=disk", "offload.optimizer=disk"}, world);
+    expect_same("llama", {"offload.params={ \"layers.*\" = \"host\" }", "precision.compute=bf16", "zero.prefetch=2"}, world);
+    expect_same("gpt2", {"offload.params={ \"layers.*\" = \"disk\", \"layers.0\" = \"host\" }", "recompute.mode=full"}, world);
+    expect_same("llama", {"offload.optimizer={ \"layers.*\" = \"disk\", \"head\" = \"host\" }"}, world);
+  }
+}
+
+/// Each of two optimizers asks the other ranks for sums over its own parameters.
+TEST_F(DryRunTest, StateByPatternAsksOtherRanksForNoMore) {
+  const auto bytes = [&](std::vector<std::string> sets) {
+    sets.insert(sets.end(), {"optim.name=adafactor", "zero.stage=2", "mesh.tp=2", "mesh.dp_shard=2"});
+    int64_t sum = 0;
+    for (const auto& one : plan::dry_run(config("llama", sets), 4).ranks.at(0).collectives) sum += one.bytes;
+    return sum;
+  };
+  EXPECT_EQ(bytes({"offload.optimizer={ \"layers.*\" = \"host\" }"}), bytes({}));
+}
+
 TEST_F(DryRunTest, PeakEqualsTheRealRunWithActivationsOrTheOptimizerElsewhere) {
   const auto expect_same = [&](const std::string& family, std::vector<std::string> sets, int world) {
     sets.insert(sets.end(), {"run.steps=3", "run.threads=1", "offload.min_bytes=256", "offload.dir=" + (folder_ / "away").string()});

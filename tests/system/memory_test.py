@@ -130,14 +130,14 @@ class MemoryTest(SystemTest):
         self.assertIn("the cheapest setting that would fit: --set ", told)
 
     def test_a_model_beyond_the_systems_limit_trains_with_its_state_on_disk(self):
-        """101 M parameters keep 16 bytes each, and the process may have 1,500 MB; 8 of them, and a piece of state, fit."""
+        """101 M parameters keep 16 bytes each, and the process may have 1,500 MB; 8 of them, and a piece of state, fit. Of 800 MB units in use do."""
         limit = 1500 * 10**6
         beside = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2 << 30 else str(self.folder)  # no slow disk is waited for
 
-        def bounded():
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        def bounded_run(tag, *sets, limit=limit):
+            def bounded():
+                resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
-        def bounded_run(tag, *sets):
             sets = ("model.dim=1024", "model.layers=6", "model.kv_heads=4", "model.ffn_dim=4096", "data.seq_len=16", "batch.global_size=1", "batch.micro_size=1",
                     "run.steps=2", "optim.warmup_steps=0", f"log.dir={self.folder / tag}", *sets)
             return subprocess.run([TESSERA, "train", self.recipe, *(word for one in sets for word in ("--set", one))], env=environment(), timeout=300,
@@ -147,8 +147,14 @@ class MemoryTest(SystemTest):
                                r"\(ulimit -d or -v\); raise that limit, set offload\.optimizer = disk")
         with tempfile.TemporaryDirectory(prefix="test-of-tessera-", dir=beside) as away:
             done = bounded_run("trained", "offload.optimizer=disk", "offload.update=device", f"offload.dir={away}")
+            slices = bounded_run("slices", "zero.stage=3", "offload.params=disk", "offload.gradients=disk", "offload.optimizer=disk", f"offload.dir={away}",
+                                 limit=800 * 10**6)
         self.assertEqual(done.returncode, 0, done.stderr[-3000:])
-        self.assertEqual(len(metrics(self.folder / "trained")), 2)
+        self.assertEqual(slices.returncode, 0, slices.stderr[-3000:])
+        self.assertRegex(slices.stderr, r"offload\.params = disk: 1\.\d+ GiB of .* free in .*; a step writes \d\.\d+ GiB there and reads \d\.\d+ GiB, [\d.]+ \w.* at the ")
+        losses = [[m["loss"] for m in metrics(self.folder / tag)] for tag in ("trained", "slices")]
+        self.assertEqual(len(losses[0]), 2)
+        self.assertEqual(losses[0], losses[1])
 
     def test_a_limit_below_zero_is_refused(self):
         done, _ = self.train("negative", sets=["run.memory_limit_bytes=-1"], expect=2)

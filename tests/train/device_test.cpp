@@ -87,6 +87,14 @@ TEST_F(TrainDevice, OffloadHasTheCpusBits) {
                                                                  "pipeline.schedule=breadth_first", "pipeline.virtual_stages=4"}}) {
     expect_the_same_run({"llama", 1, sets}, /*bytes=*/false);
   }
+  for (const auto& sets :
+       std::vector<std::vector<std::string>>{{"offload.params=disk", "offload.gradients=disk", "offload.optimizer=disk", dir},
+                                             {"offload.params={ \"layers.*\" = \"host\", \"layers.1\" = \"disk\" }", "optim.max_grad_norm=0.1", dir},
+                                             {"offload.optimizer={ \"layers.*\" = \"host\" }"}}) {
+    auto all = sets;
+    all.emplace_back("zero.stage=3");
+    for (const int world : {1, 2}) expect_the_same_run({"llama", world, all}, /*bytes=*/false);
+  }
   for (const char* stage : {"0", "1", "2"}) {
     expect_the_same_run({"llama", 2, {std::string("zero.stage=") + stage, "offload.gradients=host", "offload.optimizer=host", "zero.bucket_bytes=4096"}},
                         /*bytes=*/false);

@@ -144,9 +144,10 @@ class LayoutDice : private Dice {
     if (once_in(2)) set("zero.prefetch", below(4));
     set_once_in(5, "zero.prefetch_bytes", "4000");
     set_once_in(3, "zero.reshard_after_forward", "false");
-    if (once_in(4)) {
-      for (const char* what : {"offload.params", "offload.gradients", "offload.optimizer"}) set(what, "host");
-    }
+    if (!once_in(4)) return;
+    const std::string place = word({"host", "disk"});
+    const bool all = once_in(2) || std::ranges::find(sets_, "zero.wrap=layers.0") != sets_.end();  // whose other layers are of the head's unit
+    for (const char* what : {"offload.params", "offload.gradients", "offload.optimizer"}) set(what, all ? place : "{ \"layers.*\" = \"" + place + "\" }");
   }
 
   void draw_pipeline() {

@@ -62,6 +62,24 @@ TEST_F(Resume, StateGoesOnFromAnyPlaceInAnyOtherBitForBit) {
   }
 }
 
+TEST_F(Resume, SlicesGoOnFromAnyPlaceInAnyOtherBitForBit) {
+  const std::string dir = "offload.dir=" + (folder_ / "away").string(), stage = "zero.stage=3";
+  const std::vector<Layout> all{{"zero3x2", 2, {stage}},
+                                {"on disk", 2, {stage, "offload.params=disk", "offload.gradients=disk", "offload.optimizer=disk", dir}},
+                                {"layers on the host", 2, {stage, "offload.params={ \"layers.*\" = \"host\" }"}},
+                                {"one on disk", 2, {stage, "offload.params={ \"layers.*\" = \"host\", \"layers.1\" = \"disk\" }", dir}},
+                                {"state by pattern", 2, {stage, "offload.optimizer={ \"layers.*\" = \"disk\", \"head\" = \"host\" }", dir}}};
+  for (const Sets& sets : {Sets{}, Sets{"precision.params=bf16", "precision.compute=bf16"}}) {
+    std::vector<std::vector<StepResult>> steps;
+    for (const Layout& layout : all) {
+      std::filesystem::remove_all(saved(layout));
+      steps.push_back(run_saving(layout, sets));
+      expect_same_bits(stored(saved(layout, kLast)), stored(saved(all[0], kLast)));
+    }
+    for (size_t i = 0; i < all.size(); ++i) expect_goes_on(all[i], all[(i + 1) % all.size()], sets, /*bound=*/0, steps[0]);
+  }
+}
+
 TEST_F(Resume, ADelayedUpdateGoesOnAndBeginsLater) {
   const Layout plain{"plain", 1, {}}, host{"delayed", 1, {"offload.optimizer=host", "offload.delayed_update=true"}};
   const Layout sharded{"delayed of stage 2", 2, {"offload.optimizer=host", "offload.delayed_update=true", "zero.stage=2"}};

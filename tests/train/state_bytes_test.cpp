@@ -101,5 +101,24 @@ TEST(StateBytes, BesideTheDeviceAreWhatTheTrackerMeasures) {
   EXPECT_EQ(on({"offload.optimizer=disk"}, true), 16) << "copies and gradients twice, state nowhere";
 }
 
+// The blocks have 4 * (4 * 128 * 128 + 3 * 128 * 384 + 2 * 128) of 0.92 M elements, near 93%.
+TEST(StateBytes, OnDiskAreTheSlicesAndTheirTraffic) {
+  const auto config = [](Sets sets) {
+    sets.emplace_back("zero.stage=3");
+    return testing_support::formula_config(sets);
+  };
+  const Config all = config({"offload.params=disk", "offload.gradients=disk", "offload.optimizer=disk", "optim.max_grad_norm=1"});
+  EXPECT_EQ(on_disk_per_parameter(all, 2).total(), 8);
+  EXPECT_EQ(on_host_per_parameter(all, 2, /*on_cpu=*/true).total(), 0);
+  const auto traffic = disk_traffic_per_parameter(all, 2, /*micro_batches=*/3);
+  EXPECT_EQ(traffic.write, 4 + 2 + (3 + 1) * 2) << "state, slices, gradients that are added up and clipped";
+  EXPECT_EQ(traffic.read, 4 + (2 * 3 + 1) * 2 + (2 + 1 + 1 + 1) * 2) << "and gathers, and gradients that are added to, normed, clipped and used";
+  const Config blocks = config({"offload.params={ \"layers.*\" = \"disk\" }", "offload.optimizer={ \"layers.*\" = \"host\" }"});
+  const double share = 4.0 * (4 * 128 * 128 + 3 * 128 * 384 + 2 * 128) / static_cast<double>(num_parameters(blocks.model));
+  EXPECT_NEAR(on_disk_per_parameter(blocks, 2).total(), share * 4, 1e-9);
+  EXPECT_NEAR(on_host_per_parameter(blocks, 2, /*on_cpu=*/false).total(), share * 4, 1e-9) << "its state";
+  EXPECT_NEAR(on_host_per_parameter(blocks, 2, /*on_cpu=*/true).total(), share * 4 + (1 - share) * 8, 1e-9) << "and all of the rest";
+}
+
 }  // namespace
 }  // namespace tessera

@@ -41,6 +41,7 @@ TEST_F(VerifyTest, StateElsewhereStreamedGradientsAndLayersOneByOnePass) {
   const std::string dir = "offload.dir=" + (folder_ / "away").string();
   for (const std::vector<std::string>& sets : {std::vector<std::string>{"offload.gradients=host", "offload.optimizer=disk", dir},
                                                {"offload.optimizer=host", "offload.update=device"},
+                                               {"zero.stage=3", "offload.params={ \"layers.*\" = \"disk\", \"layers.0\" = \"host\" }", dir},
                                                {"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=disk", dir,
                                                 "pipeline.schedule=breadth_first", "pipeline.virtual_stages=4"}}) {
     const auto alone = run("dp_shard=1", "llama", sets);

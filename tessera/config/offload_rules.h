@@ -1,0 +1,19 @@
+#pragma once
+
+#include "tessera/config/config.h"
+
+namespace tessera {
+
+/// Ranks that share what offload moves.
+struct OffloadRanks {
+  int cut = 1;     ///< over which parameters that are updated are cut
+  int stages = 1;  ///< of a pipeline
+};
+
+/// What [offload] asks for, beside the rest of the configuration. Throws ConfigError.
+void validate_offload(const Config& config, const OffloadRanks& ranks);
+
+/// Refuses what no table of patterns may say; of a model that is only read, too. Throws ConfigError.
+void validate_places(const OffloadConfig& offload);
+
+}  // namespace tessera

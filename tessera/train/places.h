@@ -1,0 +1,42 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tessera/config/config.h"
+#include "tessera/fsdp/fully_shard.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/offload/disk_bytes.h"
+
+/// [offload] for parameters, what is added up for them and what updates them: which waits where.
+namespace tessera {
+
+enum class WaitingPlace { Device, Host, Disk };
+
+/// Where what belongs to `parameter` waits, as `places`, of the key `key`, says. A pattern names a parameter by its path or that of a module that holds it; of
+/// several the one that names the innermost module counts, and of those the one with fewer '*'. Throws ConfigError where two are equal and disagree.
+WaitingPlace place_of(const char* key, const ByPattern& places, const nn::NamedParameter& parameter);
+
+/// Refuses a pattern that names none of the model's parameters, naming the nearest path, and two that disagree. Throws ConfigError.
+void check_places(const char* key, const ByPattern& places, const std::vector<nn::NamedParameter>& parameters);
+
+/// The same of all of [offload] that a model is trained with; and slices whose state would wait on the device that they have left. Throws ConfigError.
+void check_places(const Config& config, const std::vector<nn::NamedParameter>& parameters);
+
+/// [offload] with its `fraction` applied to patterns of parameters and of state: of the modules that one names, the first. Then each parameter of the whole
+/// model stands in the table under its name. As it is where there is nothing to apply; else builds the model on meta.
+OffloadConfig settled_places(const Config& config);
+
+/// Says to stage 3, which computes on `device`, where slices wait; `disk` is told what its file takes.
+void place_slices(const Config& config, at::Device device, const DiskBytes& disk, FullyShardOptions& options);
+
+/// Elements of the model, as a share of all, that wait alike.
+struct PlacedShare {
+  WaitingPlace params = WaitingPlace::Device, optimizer = WaitingPlace::Device;
+  double share = 1;
+};
+
+/// All of the model's, by where they wait. Builds it on meta where patterns say so.
+std::vector<PlacedShare> placed_shares(const Config& config);
+
+}  // namespace tessera
