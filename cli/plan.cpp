@@ -11,6 +11,7 @@
 #include <optional>
 #include <stop_token>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -32,6 +33,7 @@
 #include "tessera/kernels/products.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
+#include "tessera/plan/bounds.h"
 #include "tessera/plan/collective_time.h"
 #include "tessera/plan/curves.h"
 #include "tessera/plan/device.h"
@@ -43,6 +45,7 @@
 #include "tessera/plan/machine.h"
 #include "tessera/plan/out_of_memory.h"
 #include "tessera/plan/presets.h"
+#include "tessera/plan/scaling.h"
 #include "tessera/plan/search.h"
 #include "tessera/plan/settings.h"
 #include "tessera/plan/whole_run.h"
@@ -129,14 +132,11 @@ class ProgressLine {
   std::jthread thread_;  // last: it reads the others
 };
 
-/// What a rank of another framework's needs: what it holds over what is alive, and its contexts.
-double framework_bytes(const plan::Framework& framework, const Config& config, const plan::DryRun& run) {
-  return plan::reserved_bytes(framework, config, run) + framework.context_bytes;
-}
-
 nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std::optional<plan::Device>& device,
-                       const std::optional<plan::Framework>& framework, const std::optional<plan::WholeRun>& all = std::nullopt) {
+                       const std::optional<plan::Framework>& framework, const std::optional<plan::WholeRun>& all = std::nullopt,
+                       const std::optional<plan::Bounds>& bounds = std::nullopt) {
   nlohmann::json json = plan::to_json(run);
+  if (bounds) json["bounds"] = plan::to_json(*bounds);
   if (all) json["run"] = plan::to_json(*all);
   json["compute"] = config.precision.compute;  // what auto became
   if (device) json["device"] = device->key;
@@ -145,21 +145,21 @@ nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std:
     json["reserved_bytes"] = plan::reserved_bytes(*framework, config, run);
     json["context_bytes"] = framework->context_bytes;
     json["unfitted_bytes"] = plan::reserved_bytes(*framework, config, run, /*reserve=*/false);
-    if (run.memory_limit > 0) json["fits"] = framework_bytes(*framework, config, run) <= static_cast<double>(run.memory_limit);
+    if (run.memory_limit > 0) json["fits"] = plan::fits(*framework, config, run);
   }
   return json;
 }
 
-/// Beside the step's own bytes, which are those of our tensors.
-std::string framework_text(const plan::Framework& framework, const Config& config, const plan::DryRun& run) {
-  const auto bytes = [](double value) { return format_bytes(static_cast<int64_t>(value)); };
-  std::string text = fmt::format("framework {}: {} reserved and {} of contexts on the rank that needs most", framework.name,
-                                 bytes(plan::reserved_bytes(framework, config, run)), bytes(framework.context_bytes));
-  if (run.memory_limit > 0) {
-    const bool fits = framework_bytes(framework, config, run) <= static_cast<double>(run.memory_limit);
-    text += fmt::format(", which {} {}", fits ? "fit" : "do not fit", bytes(static_cast<double>(run.memory_limit)));
-  }
-  return text + "\n";
+std::string text_of(const plan::DryRun& run, const Config& config, const std::optional<plan::Framework>& framework, const std::optional<plan::WholeRun>& all,
+                    const std::optional<plan::Bounds>& bounds, int world) {
+  plan::DryRun said = run;
+  if (framework) said.memory_limit = 0;  // what it reserves is held against the limit, in a line of its own
+  std::string text = plan::to_string(said);
+  if (bounds) text += "\n" + plan::to_string(*bounds, run.memory_limit);
+  if (all) text += "\n" + plan::to_string(*all);
+  if (framework) text += plan::verdict_of(*framework, config, run) + "\n";
+  if (!run.fits()) text += "\n" + plan::settings_text(plan::find_fit(config, world, run.memory_limit));
+  return text;
 }
 
 /// What `train` looks at besides the rules of a configuration: patterns that name no module.
@@ -233,6 +233,8 @@ void size_steps(const PlanFlags& flags, Config& config) {
   if (flags.batch || flags.max_batch) batch.per_rank = 0;
   require(!flags.search || batch.per_rank == 0, "batch.per_rank = ", batch.per_rank,
           ": --search chooses the data ranks, too; say with --batch or --max-batch how many sequences a step has");
+  require(flags.curve != "ranks" || batch.per_rank == 0, "batch.per_rank = ", batch.per_rank,
+          ": --curve ranks is of one step on ever more ranks; say with --batch how many sequences it has");
 }
 
 /// Powers of two up to the largest, and that.
@@ -254,11 +256,12 @@ void check_search(const PlanFlags& flags) {
     }
     return;
   }
-  for (const auto& [name, given] : {std::pair{"--batch", flags.batch.has_value()},
+  for (const auto& [name, given] : {std::pair{"--batch", flags.batch.has_value() && flags.curve != "ranks"},
                                     {"--max-batch", flags.max_batch.has_value()},
                                     {"--patience", flags.patience.has_value()},
                                     {"--output", !flags.output.empty()}}) {
-    require(!given, name, ": says something to --search alone; add it, or leave this out");
+    require(!given, name, ": says something to --search alone", std::string_view(name) == "--batch" ? ", and to --curve ranks" : "",
+            "; add it, or leave this out");
   }
 }
 
@@ -297,12 +300,36 @@ int say_search(const Config& config, const PlanFlags& flags, const plan::Device&
   return best != nullptr ? 0 : 1;
 }
 
+int curve_world(const PlanFlags& flags) { return flags.world > 1 ? flags.world : 8; }
+
+/// Of the layout at the knee, or of the last that does, a picture; text or JSON of all.
+void say_scaling(const Config& config, const PlanFlags& flags, const plan::Device& device, const plan::Machine& machine) {
+  const plan::Scaling scaling = [&] {
+    ProgressLine line;
+    return plan::strong_scaling(config, machine, {.world = curve_world(flags), .progress = [&](const std::string& text) { line.say(text); }});
+  }();
+  if (!flags.svg.empty()) write_text_file("--svg " + flags.svg, flags.svg, plan::svg_of(plan::curves_of(scaling)));
+  nlohmann::json json = plan::to_json(scaling);
+  if (!flags.pictures.report.empty()) {
+    const plan::Scaling::Point* drawn = nullptr;
+    for (const auto& point : scaling.points) {
+      if (point.whole && (!scaling.knee || point.ranks <= *scaling.knee)) drawn = &point;
+    }
+    const Config at = plan::with_settings(config, plan::settings_of(drawn->whole->choice, drawn->ranks));
+    const auto run = plan::dry_run(at, drawn->ranks, {.machine = machine, .history = true});
+    nlohmann::json page = json_of(run, at, device, std::nullopt);
+    page["scaling"] = json;
+    flags.pictures.write({.config = at, .run = run, .device = &device, .scaling = &scaling, .json = std::move(page)});
+  }
+  std::fputs((flags.json ? json_text(json, 2) + "\n" : plan::to_string(scaling)).c_str(), stdout);
+}
+
 /// A step's size, as the layout, is each point's own.
 void say_curves(const Config& config, const PlanFlags& flags, const std::optional<plan::Machine>& machine) {
   const plan::Curves curves = [&] {
     ProgressLine line;
     return plan::make_curves(config, flags.curve,
-                             {.world = flags.world > 1 ? flags.world : 8, .machine = machine, .progress = [&](const std::string& text) { line.say(text); }});
+                             {.world = curve_world(flags), .machine = machine, .progress = [&](const std::string& text) { line.say(text); }});
   }();
   if (!flags.svg.empty()) write_text_file("--svg " + flags.svg, flags.svg, plan::svg_of(curves));
   std::fputs((flags.json ? json_text(plan::to_json(curves), 2) + "\n" : plan::to_string(curves)).c_str(), stdout);
@@ -317,7 +344,8 @@ void check_curve(const PlanFlags& flags) {
                                     {"--events", flags.events},
                                     {"--layouts", !flags.layouts.empty()},
                                     {"--tokens", !flags.tokens.empty()},
-                                    {"--report and --trace", flags.pictures.asked()}}) {
+                                    {"--trace", !flags.pictures.trace.empty()},
+                                    {"--report", flags.curve != "ranks" && !flags.pictures.report.empty()}}) {
     require(!given, name, ": not beside --curve, which stands in place of the plan; leave one out");
   }
   require(!flags.device.empty() || flags.curve == "memory" || flags.curve == "traffic", "--curve = ", flags.curve,
@@ -380,7 +408,7 @@ nlohmann::json all_reduce_json(const nlohmann::json& asked, int world, const pla
   const CollectiveEvent call{
       .op = "all_reduce", .group_size = world, .bytes = bytes, .sent_bytes = 2 * (bytes / world * (world - 1) + bytes % world * (world - 1) / world)};
   const plan::Machine machine = plan::machine_of(device);
-  return {{"seconds", plan::collective_seconds(call, plan::placement_of(ranks, machine.devices_per_host), machine)}};
+  return {{"seconds", plan::collective_cost(call, plan::placement_of(ranks, machine.devices_per_host), machine).seconds()}};
 }
 
 /// One line of JSON for each layout: what `--json` has of a run, but for its ranks; or why it is refused.
@@ -446,7 +474,7 @@ void add_plan(Command app, int& exit_code) {
       .add_flag("--search", flags->search,
                 "Which layout to train in: mesh, zero.stage, recompute.mode, schedule and micro-batch, by dry runs, in place of the plan")
       .needs("--device");
-  command.add_option("--batch", flags->batch, "With --search: sequences of a step (batch.global_size)");
+  command.add_option("--batch", flags->batch, "With --search and --curve ranks: sequences of a step (batch.global_size)");
   command.add_option("--max-batch", flags->max_batch, "With --search: the step is chosen, too, of powers of two up to this; the fastest for a token is first");
   command.add_option("--patience", flags->patience, "With --search: seconds after which no further layout is run dry (20)");
   command.add_option("-o,--output", flags->output, "With --search: where the configuration of the best goes (TOML)");
@@ -487,8 +515,10 @@ void add_plan(Command app, int& exit_code) {
     if (flags->search) forget_layout(config, flags->sets, "--search");
     if (!flags->curve.empty()) {
       forget_layout(config, flags->sets, "--curve");
-      config.batch.per_rank = 0;  // each point has a step of its own
-      config.batch.global_size = 1;
+      if (flags->curve != "ranks") {  // each point has a step of its own
+        config.batch.per_rank = 0;
+        config.batch.global_size = 1;
+      }
     }
     size_steps(*flags, config);
     const int world = flags->explain || flags->search || !flags->curve.empty() ? 1 : flags->world;
@@ -508,6 +538,11 @@ void add_plan(Command app, int& exit_code) {
       exit_code = say_search(config, *flags, *device, machine_for(*device, framework, config));
       return;
     }
+    if (flags->curve == "ranks") {
+      say_scaling(config, *flags, *device, machine_for(*device, framework, config));
+      exit_code = 0;
+      return;
+    }
     if (!flags->curve.empty()) {
       say_curves(config, *flags, device ? std::optional(machine_for(*device, framework, config)) : std::nullopt);
       exit_code = 0;
@@ -518,24 +553,28 @@ void add_plan(Command app, int& exit_code) {
       exit_code = 0;
       return;
     }
+    std::optional<plan::Bounds> bounds;
     auto run = [&] {
       ProgressLine line;
       const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
-      return plan::dry_run(config, flags->world,
-                           {.events = flags->events, .machine = machine, .history = !flags->pictures.report.empty(), .progress = std::ref(line)});
+      const plan::DryRunOptions options{.events = flags->events, .machine = machine, .history = !flags->pictures.report.empty(), .progress = std::ref(line)};
+      plan::DryRun planned = plan::dry_run(config, flags->world, options);
+      if (!framework) bounds = plan::find_bounds(config, planned, options);
+      return planned;
     }();
     add_remarks(config, run);
     const int64_t steps = tokens > 0 ? plan::steps_for(run, tokens) : is_there(flags->what) ? config.run.steps : 0;  // a preset has no end of its own
     std::optional<plan::WholeRun> all;
     if (steps > 0) all = plan::whole_run(run, steps, device ? device->drawn_w() : std::nullopt);
-    plan::DryRun said = run;
-    if (framework) said.memory_limit = 0;  // what it reserves is held against the limit, in a line of its own
-    std::string text =
-        flags->json ? json_text(json_of(run, config, device, framework, all), 2) + "\n" : plan::to_string(said) + (all ? "\n" + plan::to_string(*all) : "");
-    if (framework && !flags->json) text += framework_text(*framework, config, run);
-    if (!run.fits() && !flags->json) text += "\n" + plan::settings_text(plan::find_fit(config, flags->world, run.memory_limit));
+    const nlohmann::json json = json_of(run, config, device, framework, all, bounds);
+    std::string text = flags->json ? json_text(json, 2) + "\n" : text_of(run, config, framework, all, bounds, flags->world);
     if (flags->pictures.asked()) {
-      flags->pictures.write({.config = config, .run = run, .device = device ? &*device : nullptr, .json = json_of(run, config, device, framework, all)});
+      flags->pictures.write({.config = config,
+                             .run = run,
+                             .device = device ? &*device : nullptr,
+                             .framework = framework ? &*framework : nullptr,
+                             .bounds = bounds,
+                             .json = json});
     }
     std::fputs(text.c_str(), stdout);
     exit_code = 0;

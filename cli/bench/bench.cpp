@@ -123,6 +123,8 @@ void add_device(Command bench, int& exit_code) {
   command.add_option("--threads", flags->threads, "Threads of a rank (default: as many as there are)");
   const auto check_limits = add_limits(command, *flags, "Calls to measure of each case, instead of --seconds");
   command.add_option("-o,--output", flags->output, "Where the device's file goes (TOML)");
+  command.add_option("--svg", flags->svg, "Draw what narrower number formats buy here, beside data sheets by generation");
+  command.add_option("--from", flags->from, "Measure nothing, and draw a file that was written before").needs("--svg");
   command.when_chosen([flags, check_limits, &exit_code] {
     check_limits();
     exit_code = bench_device(*flags);

@@ -63,7 +63,7 @@ struct BenchCpFlags : BenchFlags {
 
 struct BenchDeviceFlags : BenchFlags {
   int threads = 0;
-  std::string output{};
+  std::string output{}, from{}, svg{};
 };
 
 /// Each checks its flags (ConfigError), measures, shows, and returns the exit code.

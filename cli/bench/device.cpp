@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdio>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -24,6 +26,7 @@
 #include "tessera/kernels/fp32_products.h"
 #include "tessera/kernels/products.h"
 #include "tessera/memory/host_memory.h"
+#include "tessera/plan/rates_picture.h"
 
 // A CPU is planned like any other device: a rate of products, a memory, and what an operator costs that does nothing. Its host is the device itself, so what
 // asking for an operator takes stands between operators (gap_us), and the host is never ahead.
@@ -108,11 +111,31 @@ void add_links(plan::Device& device, const AllReduces& measured) {
 
 namespace tessera::cli {
 
+namespace {
+
+/// Of the file's text, as whoever reads the file later would draw it.
+void draw_rates(const plan::Device& device, const std::string& path) {
+  if (path.empty()) return;
+  std::vector<plan::Device> data_sheets;
+  for (const std::string& name : plan::device_names()) data_sheets.push_back(plan::find_device(name));
+  write_file("--svg", path, plan::rates_svg(device, std::move(data_sheets)));
+}
+
+int draw_file(const BenchDeviceFlags& flags) {
+  require(flags.output.empty(), "--output = ", flags.output, ": --from measures nothing that a file could be written of; leave one out");
+  check_output_files({{"--svg", flags.svg}}, {flags.from});
+  draw_rates(plan::find_device(flags.from), flags.svg);
+  return 0;
+}
+
+}  // namespace
+
 int bench_device(const BenchDeviceFlags& flags) {
+  if (!flags.from.empty()) return draw_file(flags);
   check_limits(flags.seconds, flags.iterations);
   require(flags.threads >= 0 && flags.threads <= 4096, "--threads = ", flags.threads, ": expected 1 to 4096, or 0 for as many as there are");
   const int ranks = flags.nproc == 1 ? 1 : bench_ranks(flags.nproc);  // one has no links
-  check_output_file("--output", flags.output);
+  check_output_files({{"--output", flags.output}, {"--svg", flags.svg}}, {});
   if (flags.threads > 0) at::set_num_threads(flags.threads);
   plan::Device device = bench::measure_device({.seconds = flags.seconds, .iterations = flags.iterations});
   device.devices_per_node = ranks;
@@ -135,6 +158,7 @@ int bench_device(const BenchDeviceFlags& flags) {
   }
   const std::string text = plan::to_toml(device);
   if (!flags.output.empty()) write_file("--output", flags.output, text);
+  draw_rates(plan::parse_device(text, flags.output.empty() ? "this machine" : flags.output), flags.svg);
   std::fputs(text.c_str(), stdout);
   return 0;
 }

@@ -1,4 +1,5 @@
 #include <numeric>
+#include <utility>
 
 #include <ATen/ops/empty.h>
 
@@ -6,6 +7,7 @@
 #include "tessera/context_parallel/context.h"
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
+#include "tessera/nn/dry_documents.h"
 
 namespace tessera::context {
 
@@ -28,6 +30,8 @@ GatheredDocuments gather(const comm::Group& group, const SequenceCut& cut, const
       }
     }
   }
+  if (!document_ids.is_meta()) return gathered;
+  if (auto ids = nn::DryDocuments::ids(gathered.rows, cut.length); !ids.empty()) gathered.ids = std::move(ids);
   return gathered;
 }
 

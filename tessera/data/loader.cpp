@@ -128,9 +128,20 @@ std::vector<const at::Tensor*> tensors_of(const MicroBatch& micro) { return defi
 
 std::vector<int64_t> dry_documents(const LoaderOptions& options) {
   std::vector<int64_t> lengths(static_cast<size_t>(options.micro_size), options.seq_len);
+  if (!options.packed) return lengths;
   const bool even = options.columns.rule == static_cast<CutRule>(&SequenceCut::contiguous);
-  if (options.packed && options.columns.cut() && !even) lengths.back() += 2 * options.columns.ranks;
-  return lengths;
+  const int64_t beyond = options.columns.cut() && !even ? 2 * options.columns.ranks : 0;
+  const int64_t documents = std::min(options.dry_documents, options.seq_len);
+  if (documents == 1) {
+    lengths.back() += beyond;
+    return lengths;
+  }
+  std::vector<int64_t> shorter;
+  for (int64_t window = 0; window < options.micro_size; ++window) {
+    for (int64_t i = 0; i < documents; ++i) shorter.push_back(chunk(options.seq_len, static_cast<int>(documents), static_cast<int>(i)).second);
+  }
+  shorter.front() = std::max<int64_t>(1, shorter.front() - beyond);
+  return shorter;
 }
 
 StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device) {

@@ -68,6 +68,8 @@ struct LoaderOptions {
   Reads reads{};            ///< of this rank
   ColumnShare columns{};    ///< of each row, where others of the same data rank read the rest (context parallelism)
   bool packed = false;      ///< windows hold documents; for dry_batch, which has no corpus to tell
+  /// And how many: 1, which takes most memory; more show what shorter ones take at least.
+  int64_t dry_documents = 1;
 };
 
 /// Where a run stands in its data, for checkpoints: `step` finished steps. The other fields say what the position means; carried() compares them.
@@ -133,12 +135,13 @@ class Loader {
 Cursor carried(const Cursor& cursor, const Corpus& corpus, const LoaderOptions& options);
 
 /// The same micro-batches as Loader::next() would give at `step`, in shapes, order, indices and counts, with unset contents on `device` (meta for a dry run)
-/// and no corpus; packed windows as if each were one document, all of it read, and of as many columns on each rank as any documents could bring it. With fewer
-/// micro-batches than ranks, which Loader refuses, ranks beyond them get a padding micro-batch alone.
+/// and no corpus; packed windows as if each were one document, all of it read, and of as many columns on each rank as any documents could bring it
+/// (LoaderOptions::dry_documents: or as few). With fewer micro-batches than ranks, which Loader refuses, ranks beyond them get a padding micro-batch alone.
 StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device device);
 
 /// Lengths of the documents of its rows, one for each window. Where head and tail of packed documents are dealt over ranks, a rank may have a column more than
-/// its even share: so the last is so much longer that every rank has at least that, and at most three.
+/// its even share: so the last is so much longer that every rank has at least that, and at most three. With several of a window, the longest is so much
+/// shorter.
 std::vector<int64_t> dry_documents(const LoaderOptions& options);
 
 /// Fills a micro-batch with windows of `seq_len` tokens; -1 stands for one of padding. Sets all but its place in the batch.

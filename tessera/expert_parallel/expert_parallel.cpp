@@ -16,6 +16,7 @@
 #include "tessera/comm/differentiable.h"
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
+#include "tessera/expert_parallel/dry_load.h"
 #include "tessera/expert_parallel/exchange.h"
 #include "tessera/expert_parallel/in_flight.h"
 #include "tessera/kernels/dispatch.h"
@@ -42,25 +43,20 @@ using experts::Exchange;
 
 std::vector<int64_t> whole_numbers(const std::vector<double>& numbers) { return {numbers.begin(), numbers.end()}; }
 
-/// What a dry run takes for the load of each expert.
-std::vector<int64_t> even_load(int64_t rows, int64_t experts) {
-  std::vector<int64_t> load;
-  for (int64_t expert = 0; expert < experts; ++expert) load.push_back(rows / experts + (expert < rows % experts ? 1 : 0));
-  return load;
-}
-
 /// Rows of each expert that a rank sends to each rank, and that come from each, as make_exchange takes them.
 struct Loads {
   std::vector<int64_t> own, arriving;
 };
 
 /// Those of all ranks' rows, of which every rank knows its own counts [E] so far. One small all-to-all, one read on the host.
-Loads meet(const comm::Group& group, int sharers, const at::Tensor& counts, int64_t rows) {
+/// `routed_by`: ranks that have parts of the same tokens' rows.
+Loads meet(const comm::Group& group, int sharers, const at::Tensor& counts, int64_t rows, int routed_by) {
   const int64_t blocks = group.size() / sharers;
   const at::Tensor sent = counts.view({blocks, 1, -1}).expand({blocks, sharers, -1}).reshape({-1}), arriving = at::empty_like(sent);
   comm::all_to_all(group, arriving, sent);
   if (counts.is_meta()) {
-    const std::vector<int64_t> own = experts::for_each_sharer(even_load(rows, counts.size(0)), group.size(), sharers);
+    const std::vector<int64_t> own =
+        experts::for_each_sharer(experts::dry_load(rows, counts.size(0), counts.size(0) / blocks, group.rank() / sharers, routed_by), group.size(), sharers);
     const auto here = own.size() / static_cast<size_t>(group.size()), first = here * static_cast<size_t>(group.rank());
     std::vector<int64_t> come(own.size());
     for (size_t i = 0; i < come.size(); ++i) come[i] = own[first + i % here];
@@ -103,7 +99,7 @@ class Exchanged : public nn::Interceptor {
  private:
   at::Tensor through_experts(const at::Tensor& rows, const at::Tensor& counts, const nn::Next& next) const {
     if (group_.size() == 1) return next(nn::Values{rows, counts})[0].toTensor();
-    const Loads loads = meet(group_, sharers_, counts, rows.size(0));
+    const Loads loads = meet(group_, sharers_, counts, rows.size(0), same_tokens_.size());
     const Exchange exchange = experts::make_exchange(loads.own, loads.arriving, group_.size());
     const at::Device device = rows.device();
     const int64_t own = exchange.sent() / sharers_, empty = rows.size(0) - own;

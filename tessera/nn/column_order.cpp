@@ -7,6 +7,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
+#include "tessera/nn/dry_documents.h"
 
 namespace tessera::nn {
 
@@ -54,7 +55,8 @@ std::vector<AttentionRun> runs_of(const std::vector<Place>& places, bool distanc
 
 ColumnOrder column_order(int64_t rows, int64_t size, const std::optional<at::Tensor>& positions, const std::optional<at::Tensor>& document_ids,
                          bool distances) {
-  const std::vector<int64_t> places = read(positions), documents = read(document_ids);
+  const std::vector<int64_t> places = read(positions);
+  const std::vector<int64_t> documents = document_ids && document_ids->is_meta() ? DryDocuments::ids(rows, size) : read(document_ids);
   invariant(places.empty() || static_cast<int64_t>(places.size()) == size, "positions of ", places.size(), " columns for ", size);
   invariant(documents.empty() || static_cast<int64_t>(documents.size()) == rows * size, "document ids of ", documents.size(), " columns for ", rows,
             " rows of ", size);

@@ -16,8 +16,8 @@ struct ColumnOrder {
 };
 
 /// Of `positions` [size] (none: 0, 1, ...) and `document_ids` [rows, size] (none: one document), which are read on the host; on meta, where nothing can be
-/// read, they count as ascending and as one document. `distances`: how far positions are apart matters, and they stay what they are. Costs a sort of each row,
-/// which is quick where it is sorted.
+/// read, they count as ascending and as one document, or those of DryDocuments. `distances`: how far positions are apart matters, and they stay what they are.
+/// Costs a sort of each row, which is quick where it is sorted.
 ColumnOrder column_order(int64_t rows, int64_t size, const std::optional<at::Tensor>& positions, const std::optional<at::Tensor>& document_ids,
                          bool distances = false);
 

@@ -26,12 +26,12 @@ Placement placement_of(const std::vector<int>& world_ranks, int devices_per_host
   return placement;
 }
 
-double collective_seconds(const CollectiveEvent& call, const Placement& placement, const Machine& machine) {
-  if (placement.ranks == 1) return 0;
+CollectiveCost collective_cost(const CollectiveEvent& call, const Placement& placement, const Machine& machine) {
+  if (placement.ranks == 1) return {};
   const bool across = placement.hosts > 1;
   if (is_message(call)) {  // of which a receiver sends nothing, and takes as long
     const LinkRates& link = across ? machine.across : machine.inside;
-    return link.latency + static_cast<double>(call.bytes) / link.bandwidth;
+    return {.latency = link.latency, .transfer = static_cast<double>(call.bytes) / link.bandwidth, .across = across};
   }
   const double slower = 1 + machine.across.contention * std::max(0, placement.hosts - 2);
   const double bandwidth = across ? std::min(machine.inside.bandwidth, machine.across.bandwidth * placement.per_host / slower) : machine.inside.bandwidth;
@@ -42,7 +42,7 @@ double collective_seconds(const CollectiveEvent& call, const Placement& placemen
         passes * ((placement.hosts - 1) * machine.across.hop + (placement.ranks - placement.hosts) * machine.inside.hop + machine.inside.latency);
     latency = call.op == "all_reduce" && call.sent_bytes < kTreeBytes ? std::min(ring, latency) : std::max(ring, latency);
   }
-  return latency + static_cast<double>(call.sent_bytes) / bandwidth;
+  return {.latency = latency, .transfer = static_cast<double>(call.sent_bytes) / bandwidth, .across = across};
 }
 
 }  // namespace tessera::plan

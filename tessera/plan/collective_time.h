@@ -15,8 +15,16 @@ struct Placement {
 };
 Placement placement_of(const std::vector<int>& world_ranks, int devices_per_host);
 
-/// Seconds from its start to its end, alone on its links: what a ring of the group's ranks sends, by the slowest of its links, and one latency a step, or,
-/// where a tree takes fewer, a level. A ring that enters a host leaves it by another device's link, so that `per_host` links carry it together.
-double collective_seconds(const CollectiveEvent& call, const Placement& placement, const Machine& machine);
+/// What a collective takes alone on its links.
+struct CollectiveCost {
+  double latency = 0;   ///< seconds in which nothing fills a link
+  double transfer = 0;  ///< and in which its bytes do
+  bool across = false;  ///< links between hosts; else those inside one
+  double seconds() const { return latency + transfer; }
+};
+
+/// What a ring of the group's ranks sends, by the slowest of its links, and one latency a step, or, where a tree takes fewer, a level. A ring that enters a
+/// host leaves it by another device's link, so that `per_host` links carry it together.
+CollectiveCost collective_cost(const CollectiveEvent& call, const Placement& placement, const Machine& machine);
 
 }  // namespace tessera::plan

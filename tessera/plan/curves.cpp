@@ -5,6 +5,7 @@
 #include <map>
 #include <numeric>
 #include <set>
+#include <string_view>
 
 #include <fmt/format.h>
 
@@ -13,6 +14,7 @@
 #include "tessera/core/format.h"
 #include "tessera/core/log_plot.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/scaling.h"
 #include "tessera/plan/settings.h"
 
 // A curve is a table of settings: for each line and each x, what is set over the bare model. All else is the dry run's.
@@ -31,7 +33,7 @@ struct Way {
 /// A panel before it is run.
 struct Asked {
   std::string title, x;
-  bool seconds = false;
+  Curves::Unit unit = Curves::Unit::Bytes;
   std::vector<Way> ways;
   std::vector<int64_t> at;
   std::function<int(int64_t x)> ranks;
@@ -81,9 +83,10 @@ Asked memory_panel(const Config& config, const CurveOptions& options) {
 }
 
 Asked latency_panel(const CurveOptions& options) {
-  Asked asked{.title = "step of one sequence, over ranks", .x = "ranks", .seconds = true, .at = counts_up_to(options.world), .ranks = [](int64_t x) {
-                return static_cast<int>(x);
-              }};
+  Asked asked{
+      .title = "step of one sequence, over ranks", .x = "ranks", .unit = Curves::Unit::Seconds, .at = counts_up_to(options.world), .ranks = [](int64_t x) {
+        return static_cast<int>(x);
+      }};
   for (const auto& [name, axis] : {std::pair("tensor parallel", "mesh.tp"), std::pair("pipeline", "mesh.pp"), std::pair("context parallel", "mesh.cp")}) {
     asked.ways.push_back({name, [axis = std::string(axis)](int64_t ranks) {
                             return joined(
@@ -105,7 +108,7 @@ Asked batch_panel(const CurveOptions& options) {
   const int world = options.world, tp = std::gcd(world, options.machine ? options.machine->devices_per_host : 8);
   Asked asked{.title = fmt::format("step of {} ranks, over its sequences", world),
               .x = "sequences",
-              .seconds = true,
+              .unit = Curves::Unit::Seconds,
               .at = counts_up_to(8 * int64_t{world}),
               .ranks = [world](int64_t) { return world; }};
   for (const auto& [name, stage] : {std::pair("DDP", 0), std::pair("ZeRO 1", 1), std::pair("ZeRO 3 (FSDP)", 3)}) {
@@ -163,9 +166,9 @@ std::vector<Asked> traffic_panels(const Config& config, const CurveOptions& opti
 
 /// What a panel has of each line at each x. `refusal` is the last one.
 Curves::Panel run_panel(const Config& config, const Asked& asked, const std::string& name, const CurveOptions& options, std::string& refusal) {
-  Curves::Panel panel{.title = asked.title, .x = asked.x, .seconds = asked.seconds};
+  Curves::Panel panel{.title = asked.title, .x = asked.x, .unit = asked.unit};
   DryRunOptions dry{.alike_stages = true, .exact_ranks = 0};
-  if (asked.seconds) dry.machine = options.machine;
+  if (asked.unit == Curves::Unit::Seconds) dry.machine = options.machine;
   for (const Way& way : asked.ways) {
     Curves::Line line{.name = way.name};
     for (const int64_t x : asked.at) {
@@ -184,7 +187,12 @@ Curves::Panel run_panel(const Config& config, const Asked& asked, const std::str
   return panel;
 }
 
-std::string cell_of(const Curves::Panel& panel, double value) { return panel.seconds ? format_duration(value) : format_bytes(static_cast<int64_t>(value)); }
+std::string cell_of(const Curves::Panel& panel, double value) {
+  if (panel.unit == Curves::Unit::Seconds) return format_duration(value);
+  return panel.unit == Curves::Unit::Bytes ? format_bytes(static_cast<int64_t>(value)) : format_count(value);
+}
+
+std::string_view name_of(Curves::Unit unit) { return unit == Curves::Unit::Seconds ? "seconds" : unit == Curves::Unit::Bytes ? "bytes" : "tokens_per_second"; }
 
 std::set<double> columns_of(const Curves::Panel& panel) {
   std::set<double> at;
@@ -196,14 +204,15 @@ std::set<double> columns_of(const Curves::Panel& panel) {
 
 }  // namespace
 
-std::vector<std::string> curve_names() { return {"memory", "latency", "batch", "traffic"}; }
+std::vector<std::string> curve_names() { return {"memory", "latency", "batch", "traffic", "ranks"}; }
 
 Curves make_curves(const Config& config, const std::string& name, const CurveOptions& options) {
   const auto names = curve_names();
-  require(std::ranges::find(names, name) != names.end(), "--curve = ", name, ": no such curve; choose one of memory, latency, batch, traffic");
-  const bool timed = name == "latency" || name == "batch";
+  require(std::ranges::find(names, name) != names.end(), "--curve = ", name, ": no such curve; choose one of memory, latency, batch, traffic, ranks");
+  const bool timed = name == "latency" || name == "batch" || name == "ranks";
   require(!timed || options.machine, "--curve = ", name, ": is of seconds, and those are of a device; add --device NAME");
   require(options.world >= 2, "--world = ", options.world, ": a curve goes up to 2 ranks at least");
+  if (name == "ranks") return curves_of(strong_scaling(config, *options.machine, {.world = options.world, .progress = options.progress}));
   std::vector<Asked> panels;
   if (name == "memory") panels = {memory_panel(config, options)};
   if (name == "latency") panels = {latency_panel(options)};
@@ -246,7 +255,7 @@ nlohmann::json to_json(const Curves& curves) {
   for (const Curves::Panel& panel : curves.panels) {
     nlohmann::json lines = nlohmann::json::array();
     for (const auto& line : panel.lines) lines.push_back({{"name", line.name}, {"points", line.points}});
-    panels.push_back({{"title", panel.title}, {"x", panel.x}, {"y", panel.seconds ? "seconds" : "bytes"}, {"lines", std::move(lines)}});
+    panels.push_back({{"title", panel.title}, {"x", panel.x}, {"y", name_of(panel.unit)}, {"lines", std::move(lines)}});
     if (panel.limit) panels.back()["limit"] = *panel.limit;
   }
   return {{"curve", curves.name}, {"panels", std::move(panels)}};

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -15,6 +16,7 @@ namespace tessera::plan {
 
 /// How a figure of a plan grows with another, a line for each way to train: what `plan --curve` prints and draws. Each point is a dry run.
 struct Curves {
+  enum class Unit : uint8_t { Bytes, Seconds, TokensPerSecond };
   struct Line {
     std::string name{};
     std::vector<std::pair<double, double>> points{};  ///< in the order of x; layouts that this model cannot have are left out
@@ -22,7 +24,7 @@ struct Curves {
   struct Panel {
     std::string title{};
     std::string x{};                ///< what stands below: "ranks"
-    bool seconds = false;           ///< what is counted upwards; else bytes
+    Unit unit = Unit::Bytes;        ///< what is counted upwards
     std::vector<Line> lines{};      ///< one at least has a point
     std::optional<double> limit{};  ///< a device's memory
   };
@@ -35,6 +37,7 @@ struct Curves {
 /// batch:   seconds of a step on `world` ranks over its sequences, by DDP, ZeRO 1, FSDP, tensor parallelism and a pipeline. Where there are more ranks than
 ///          sequences, data ranks idle (train refuses such a step).
 /// traffic: bytes that a rank sends in a step of `world` ranks, weights or activations, over the sequences of a step and over the hidden size.
+/// ranks:   strong scaling, of which scaling.h has more than these lines.
 std::vector<std::string> curve_names();
 
 struct CurveOptions {
@@ -43,8 +46,8 @@ struct CurveOptions {
   std::function<void(const std::string& text)> progress{};
 };
 
-/// Of `config`'s model, sequence length, precision and optimizer; its mesh, zero.stage and step are chosen by each point. Throws ConfigError for a name that
-/// is no curve, for one that needs a machine where there is none, and where no layout has a point.
+/// Of `config`'s model, sequence length, precision and optimizer; its mesh, zero.stage and step are chosen by each point (ranks: but for the step). Throws
+/// ConfigError for a name that is no curve, for one that needs a machine where there is none, and where no layout has a point.
 Curves make_curves(const Config& config, const std::string& name, const CurveOptions& options);
 
 std::string to_string(const Curves& curves);

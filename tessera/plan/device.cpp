@@ -52,6 +52,7 @@ Device parse_device(const std::string& text, const std::string& origin) {
   const toml::table parsed = parse_toml(text, origin);
   TomlTable file(parsed, origin);
   Device device{.key = origin, .name = file.text("name")};
+  if (const auto year = file.count("year")) device.year = static_cast<int>(*year);
   device.memory_bytes = 1e9 * file.needed("memory_gb");
   require(device.memory_bytes >= 1, file.shown("memory_gb"), ": expected at least a byte, 1e-9");  // less would be no limit
   device.memory_bytes_per_s = 1e9 * file.needed("memory_gb_per_s");
@@ -89,7 +90,8 @@ Device parse_device(const std::string& text, const std::string& origin) {
   if (auto sources = file.table("sources")) {
     for (const std::string& key : sources->keys()) device.sources[key] = sources->text(key);
   }
-  file.end({"name", "memory_gb", "memory_gb_per_s", "power_w", "held_to_w", "devices_per_node", "tflops", "inside", "between", "host", "reaches", "sources"});
+  file.end({"name", "year", "memory_gb", "memory_gb_per_s", "power_w", "held_to_w", "devices_per_node", "tflops", "inside", "between", "host", "reaches",
+            "sources"});
   return device;
 }
 
@@ -100,8 +102,8 @@ std::string to_toml(const Device& device) {
     return out.str();
   };
   const auto figure = [](double value) { return fmt::format("{:.6g}", value); };
-  std::string text = "name = " + quoted(device.name) + "\nmemory_gb = " + figure(device.memory_bytes / 1e9) +
-                     "\nmemory_gb_per_s = " + figure(device.memory_bytes_per_s / 1e9) + "\n";
+  std::string text = "name = " + quoted(device.name) + (device.year ? fmt::format("\nyear = {}", *device.year) : "") +
+                     "\nmemory_gb = " + figure(device.memory_bytes / 1e9) + "\nmemory_gb_per_s = " + figure(device.memory_bytes_per_s / 1e9) + "\n";
   if (device.power_w) text += "power_w = " + figure(*device.power_w) + "\n";
   if (device.held_to_w) text += "held_to_w = " + figure(*device.held_to_w) + "\n";
   text += fmt::format("devices_per_node = {}\n\n[tflops]\n", device.devices_per_node);

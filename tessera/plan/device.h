@@ -25,8 +25,9 @@ struct HostSide {
 /// What its maker says of a device, and of the machine in which it stands: the numbers that a plan of a cluster begins with. Files are in plan/hardware/, each
 /// with its sources; whoever has another device writes one of the same form.
 struct Device {
-  std::string key{};   ///< "h100", or the file
-  std::string name{};  ///< "NVIDIA H100 SXM5 80 GB"
+  std::string key{};          ///< "h100", or the file
+  std::string name{};         ///< "NVIDIA H100 SXM5 80 GB"
+  std::optional<int> year{};  ///< of its introduction: generations in pictures
   double memory_bytes = 0;
   double memory_bytes_per_s = 0;
   std::optional<double> power_w{};

@@ -5,7 +5,9 @@
 #include <map>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <string_view>
+#include <unordered_map>
 
 #include <fmt/format.h>
 
@@ -19,11 +21,14 @@
 #include "tessera/mesh/positions.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
+#include "tessera/nn/dry_documents.h"
 #include "tessera/nn/record_events.h"
 #include "tessera/plan/agreement.h"
 #include "tessera/plan/alike_stages.h"
 #include "tessera/plan/cpu_memory.h"
+#include "tessera/plan/operator_time.h"
 #include "tessera/plan/rehearsal.h"
+#include "tessera/plan/stand_ins.h"
 #include "tessera/plan/step_history.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/memory_watch.h"
@@ -88,7 +93,8 @@ struct Trace {
   int stage = 0;                    ///< of mesh.pp
   std::vector<pipeline::Leg> legs;  ///< of a step that was run
   std::vector<std::string> channels;
-  RankClass ranks;  ///< what needs no events
+  RankClass ranks;                 ///< what needs no events
+  std::set<std::string> stood_in;  ///< operators without a meta kernel
   std::vector<DryStep> steps;
 };
 
@@ -147,6 +153,7 @@ class StepsReader {
     StepHistory history(step.before.device);
     const auto read = [&](const Event& event) {
       of_step.read(event);
+      if (last) count_guess(event);
       if (clock) clock->read(event);
       if (options_.history && last) history.read(event, of_step.alive().device, clock ? std::optional(clock->now()) : std::nullopt);
     };
@@ -156,6 +163,7 @@ class StepsReader {
       std::ranges::for_each(step.shown, read);
     }
     if (clock) result.time = clock->time();
+    if (last) keep_guesses();
     if (options_.history && last) result.history = std::move(history).take();
     run_.consistent = run_.consistent && of_step.alive() == step.after;
     if (last) keep(step.shown, of_step);
@@ -169,6 +177,25 @@ class StepsReader {
   RankRun take() && { return std::move(run_); }
 
  private:
+  void count_guess(const Event& event) {
+    const auto* ran = std::get_if<OperatorEvent>(&event.what);
+    if (ran == nullptr || ran->flops > 0) return;
+    const auto [known, fresh] = costs_.try_emplace(ran->name, true);
+    if (fresh) known->second = has_cost(*ran, options_.machine ? options_.machine->habits.of(ran->name) : nullptr);
+    if (known->second) return;
+    GuessedOperator& guess = guessed_[ran->name];
+    ++guess.count;
+    guess.bytes += ran->read_bytes + ran->written_bytes;
+  }
+
+  void keep_guesses() {
+    for (auto& [name, guess] : guessed_) {
+      guess.name = name;
+      if (const auto taken = run_.ranks.time.guessed.find(name); taken != run_.ranks.time.guessed.end()) guess.seconds = taken->second;
+      run_.ranks.guessed.push_back(guess);
+    }
+  }
+
   /// What the last step alone says.
   void keep(const Events& shown, const EventReader& of_step) {
     const auto kept = [&](const Event& event) {
@@ -194,9 +221,22 @@ class StepsReader {
   const Rehearsal* rehearsal_;
   std::vector<std::string> channels_;
   RankRun run_;
+  std::unordered_map<std::string, bool> costs_;  ///< of operators, whether they are known
+  std::map<std::string, GuessedOperator> guessed_;
   double share_ = 1;
   int64_t peak_ = -1;
 };
+
+/// With a router that gives each expert as many tokens, there is nothing to assume.
+experts::DryRouting routing_of(const Config& config, const DryRunOptions& options) {
+  return {.load = config.model.router == "expert_choice" ? experts::DryLoad::Even : options.routed,
+          .per_token = std::max<int64_t>(1, config.model.experts_per_token),
+          .capacity_factor = config.moe.capacity_factor};
+}
+
+void name_stand_ins(RankClass& ranks, const std::set<std::string>& stood_in) {
+  for (GuessedOperator& guess : ranks.guessed) guess.has_meta_kernel = !stood_in.contains(guess.name);
+}
 
 /// As `pipeline` deals the model's FLOPs to the stages. What its steps have shown goes to `trace`, if it is given.
 RankRun run_rank(const Config& config, int world_size, int rank, const PipelinePlan& pipeline, const DryRunOptions& options, DryRunProgress progress,
@@ -207,10 +247,15 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
   memory.keep_details(options.largest);
   RankScope scope(config, 1, memory);
   Stepper stepper(config, mesh, at::kMeta, scope);
+  const auto stand_ins = std::make_shared<StandIns>();
+  const nn::OperatorScope standing_in(stand_ins);
   const nn::OperatorScope taking(std::make_shared<CpuMemory>());
   std::optional<MemoryWatch> watch;
   if (options.largest) watch.emplace(memory, stepper.run());
-  const data::LoaderOptions loader = loader_options(config, mesh);
+  data::LoaderOptions loader = loader_options(config, mesh);
+  loader.dry_documents = options.documents;
+  const nn::DryDocuments documents(loader.packed ? data::dry_documents(loader) : std::vector<int64_t>());
+  const experts::DryRoutingScope routing(routing_of(config, options));
   progress.steps = kDrySteps;
   RankClass known;
   for (const auto& p : stepper.run().parameters) known.parameters += p.tensor.numel();
@@ -249,11 +294,13 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
   known.disk_bytes = stepper.run().disk.value();
   RankRun run = std::move(*reader).take();
   run.ranks.disk_bytes = known.disk_bytes;
+  name_stand_ins(run.ranks, stand_ins->names());
   if (trace != nullptr && rehearsal) {
     trace->stage = mesh.rank(mesh_roles(config).stages);
     trace->legs = std::move(rehearsal->shown);
     trace->channels = channel_names(stepper.run());
     trace->ranks = std::move(known);
+    trace->stood_in = stand_ins->names();
   }
   return run;
 }
@@ -271,6 +318,7 @@ std::optional<RankRun> read_rank(const Config& config, int world_size, int rank,
   StepsReader reader(config, mesh, pipeline, options, &*rehearsal, trace.channels, trace.ranks);
   for (const DryStep& step : trace.steps) reader.read(step, &step == &trace.steps.back());
   RankRun run = std::move(reader).take();
+  name_stand_ins(run.ranks, trace.stood_in);
   if (!readdress(run.events, rehearsal->whole, stage, static_cast<int>(pipeline.stages.size()), trace.channels)) return std::nullopt;
   return run;
 }
@@ -286,7 +334,13 @@ nlohmann::json to_json(const MemoryByCategory& bytes) {
   return json;
 }
 
+nlohmann::json to_json(const GuessedOperator& guess) {
+  return {{"name", guess.name}, {"count", guess.count}, {"bytes", guess.bytes}, {"seconds", guess.seconds}, {"has_meta_kernel", guess.has_meta_kernel}};
+}
+
 nlohmann::json to_json(const RankClass& ranks, const PipelinePlan& pipeline) {
+  nlohmann::json guessed = nlohmann::json::array();
+  for (const auto& guess : ranks.guessed) guessed.push_back(to_json(guess));
   nlohmann::json collectives = nlohmann::json::array();
   for (const auto& c : ranks.collectives) collectives.push_back(to_json(c));
   nlohmann::json json = {{"count", ranks.count},
@@ -299,7 +353,8 @@ nlohmann::json to_json(const RankClass& ranks, const PipelinePlan& pipeline) {
                          {"collectives", collectives},
                          {"flops", ranks.flops},
                          {"hardware_flops", ranks.hardware_flops},
-                         {"recomputed_flops", ranks.recomputed_flops}};
+                         {"recomputed_flops", ranks.recomputed_flops},
+                         {"guessed", guessed}};
   if (pipeline.stages.size() > 1) {
     json["stages"] = pipeline.stages_of(ranks.pipeline_rank);
     json["kept_alive"] = pipeline.kept_alive.at(static_cast<size_t>(ranks.pipeline_rank));
@@ -366,6 +421,24 @@ RankClass moved(RankClass ranks, int to, const PipelinePlan& pipeline) {
 
 bool DryRun::fits() const { return memory_limit == 0 || total_of(largest_class(*this).peak_bytes) <= memory_limit; }
 
+std::string guesses_of(const DryRun& run) {
+  std::map<std::string, GuessedOperator> most;  // of the class that runs it most often
+  for (const RankClass& ranks : run.ranks) {
+    for (const GuessedOperator& guess : ranks.guessed) {
+      GuessedOperator& known = most[guess.name];
+      if (guess.count > known.count) known = guess;
+    }
+  }
+  if (most.empty()) return "";
+  std::string names;
+  for (const auto& [name, guess] : most) {
+    names += fmt::format("{}{} ({} x, {}{})", names.empty() ? "" : ", ", name, guess.count, format_bytes(guess.bytes),
+                         guess.has_meta_kernel ? "" : "; no meta kernel: shapes are those that a CPU's kernel makes of zeros");
+  }
+  const std::string share = run.time ? fmt::format("{:.2g}% of the step is a guess: ", 100 * run.time->guessed / run.time->seconds) : "";
+  return share + "what these operators take is not known, and counted as the bytes that they read and write: " + names;
+}
+
 const RankClass& largest_class(const DryRun& run) {
   return *std::max_element(run.ranks.begin(), run.ranks.end(),
                            [](const RankClass& a, const RankClass& b) { return total_of(a.peak_bytes) < total_of(b.peak_bytes); });
@@ -382,7 +455,7 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   run.parameters = num_parameters(config.model);
   run.active_parameters = num_active_parameters(config.model);
   run.pipeline = plan_pipeline(config, world);
-  auto classes = rank_classes(config, world, options.exact_ranks);
+  auto classes = rank_classes(config, world, options.exact_ranks, options.documents);
   const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);
   Agreement agreement(shape);
   if (deals_experts(config, shape)) {
@@ -480,6 +553,7 @@ std::string to_string(const DryRun& run) {
   for (const auto& remark : run.remarks) out += fmt::format("train would refuse this: {}\n", remark);
   if (run.memory_limit > 0) out += fmt::format("{} run.memory_limit_bytes = {}\n", run.fits() ? "fits" : "does not fit", run.memory_limit);
   if (run.time) out += to_string(*run.time);
+  if (const std::string guesses = guesses_of(run); !guesses.empty()) out += guesses + "\n";
   out += to_string(run.pipeline);
   for (const auto& ranks : run.ranks) {
     const std::string again = ranks.recomputed_flops > 0 ? fmt::format(" ({}FLOP of them again)", format_count(ranks.recomputed_flops)) : std::string();

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/config/config.h"
+#include "tessera/expert_parallel/dry_load.h"
 #include "tessera/memory/history.h"
 #include "tessera/plan/machine.h"
 #include "tessera/plan/pipeline_plan.h"
@@ -18,6 +19,15 @@
 #include "tessera/plan/step_time.h"
 
 namespace tessera::plan {
+
+/// An operator of a step of which nobody knows what it takes (has_cost): its bytes stand for it.
+struct GuessedOperator {
+  std::string name{};
+  int64_t count = 0;
+  int64_t bytes = 0;            ///< that all its calls read and write
+  double seconds = 0;           ///< of a step (DryRunOptions::machine)
+  bool has_meta_kernel = true;  ///< else its results' shapes are those that a CPU's kernel makes of zeros (stand_ins.h)
+};
 
 /// Ranks that do the same step.
 struct RankClass {
@@ -34,6 +44,7 @@ struct RankClass {
   double flops = 0;                         ///< model FLOPs of one step (see docs/planning.md)
   double hardware_flops = 0;                ///< of the matrix products that a step runs, what is computed again included
   double recomputed_flops = 0;              ///< of those, what recompute runs again
+  std::vector<GuessedOperator> guessed;     ///< by name
   Events events;                            ///< of one step (DryRunOptions::events)
   RankTime time;                            ///< of one step (DryRunOptions::machine)
   std::map<std::string, Placement> places;  ///< where the ranks of each group lie (the same)
@@ -80,7 +91,9 @@ struct DryRunOptions {
   bool alike_stages = false;         ///< of the ranks between the first and the last of a pipeline that hold as much, the first stands for all
   bool share_traces = true;          ///< of those that do the same, one is run, and what the others do is told from it: no number differs
   int exact_ranks = kExactRanks;     ///< in worlds of so many ranks, those that hold a row more or less are told apart (rank_classes.h); 0: in none
-  bool rehearse = true;              ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
+  int64_t documents = 1;             ///< of each packed window; attention takes least memory where they are short, and 1, the whole window, is most
+  experts::DryLoad routed = experts::DryLoad::Even;                ///< what routers send to experts that are dealt over ranks
+  bool rehearse = true;                                            ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
   std::function<Config(const Config& config, int rank)> told{};    ///< what a rank is told otherwise, of which a plan says whether the others would wait for it
   std::function<void(const DryRunProgress& progress)> progress{};  ///< told some thousands of times a second
 };
@@ -96,6 +109,10 @@ DryRun dry_run(const Config& config, int world, const DryRunOptions& options = {
 
 /// The class whose ranks need most.
 const RankClass& largest_class(const DryRun& run);
+
+/// One sentence, without an end, that names the operators whose bytes stand for what they take, and their share of the step where there is a machine; empty
+/// where there are none.
+std::string guesses_of(const DryRun& run);
 
 /// The fields of `tessera plan --json`.
 nlohmann::json to_json(const DryRun& run);

@@ -7,9 +7,11 @@
 #include <tuple>
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <fmt/format.h>
 
 #include "tessera/config/detail.h"
 #include "tessera/core/file_type.h"
+#include "tessera/core/format.h"
 #include "tessera/plan/hardware_files.h"
 #include "tessera/plan/toml_table.h"
 
@@ -127,6 +129,18 @@ double reserved_bytes(const Framework& framework, const Config& config, const Dr
     most = std::max(most, alive);
   }
   return most * (reserve ? framework.reserve : 1);
+}
+
+bool fits(const Framework& framework, const Config& config, const DryRun& run) {
+  return run.memory_limit == 0 || reserved_bytes(framework, config, run) + framework.context_bytes <= static_cast<double>(run.memory_limit);
+}
+
+std::string verdict_of(const Framework& framework, const Config& config, const DryRun& run) {
+  const auto bytes = [](double value) { return format_bytes(static_cast<int64_t>(value)); };
+  std::string text = fmt::format("framework {}: {} reserved and {} of contexts on the rank that needs most", framework.name,
+                                 bytes(reserved_bytes(framework, config, run)), bytes(framework.context_bytes));
+  if (run.memory_limit > 0) text += fmt::format(", which {} {}", fits(framework, config, run) ? "fit" : "do not fit", format_bytes(run.memory_limit));
+  return text;
 }
 
 }  // namespace tessera::plan

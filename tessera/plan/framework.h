@@ -46,4 +46,10 @@ Machine driven(const Framework& framework, const Config& config, Machine machine
 /// Beside them lies the context. `reserve`: with that fitted term, or without.
 double reserved_bytes(const Framework& framework, const Config& config, const DryRun& run, bool reserve = true);
 
+/// Whether that and the contexts are within the run's limit.
+bool fits(const Framework& framework, const Config& config, const DryRun& run);
+
+/// "framework Nanotron: 61 GiB reserved and 2.8 GiB of contexts on the rank that needs most, which fit 74.5 GiB".
+std::string verdict_of(const Framework& framework, const Config& config, const DryRun& run);
+
 }  // namespace tessera::plan

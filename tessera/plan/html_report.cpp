@@ -235,8 +235,9 @@ std::string timeline(const DryRun& run) {
              schedules::svg_of({*drawing}), staged ? "The pipeline's actions over a step" : "The actions of a step, of the rank that decides",
              "Forwards and backwards as the plan foretells them; what stands before the first action and behind the last, such as the update, is not drawn.") +
          table({"of the rank that decides", "seconds", "of the step"},
-               {row("the step", time.seconds), row("computing", time.computing), row("waiting for collectives", time.exposed),
-                row("waiting for the host", time.asked), row("waiting for other stages", time.bubble)});
+               {row("the step", time.seconds), row("computing", time.computing), row("of that, guessed", time.guessed),
+                row("waiting for collectives", time.exposed), row("waiting for the host", time.asked),
+                row("waiting for copies from and to the host", time.copied), row("waiting for other stages", time.bubble)});
 }
 
 // ---- traffic
@@ -341,16 +342,48 @@ std::string searched(const LayoutSearch& search) {
   return out;
 }
 
+std::string scaled(const Scaling& scaling) {
+  std::vector<Row> rows;
+  for (const Scaling::Point& point : scaling.points) {
+    for (const auto* tried : {&point.whole, &point.cut}) {
+      if (!*tried) continue;
+      const double step = (*tried)->time.seconds, tokens = static_cast<double>(scaling.sequences) * static_cast<double>(scaling.seq_len);
+      rows.push_back({std::to_string(point.ranks), to_string((*tried)->choice, point.ranks), format_bytes((*tried)->peak_bytes), fmt::format("{:.6g}", step),
+                      fmt::format("{:.0f}", tokens / step / point.ranks)});
+    }
+  }
+  std::string out;
+  for (const auto& finding : findings_of(scaling)) out += paragraph(finding + ".");
+  return out +
+         figure(svg_of(curves_of(scaling)), "Seconds of a step, and tokens per second and rank, over ranks",
+                "The same step in the best layout of each number of ranks, without and with sequences that are cut.") +
+         table({"ranks", "layout", "memory", "step (s)", "tokens/s/rank"}, rows);
+}
+
+bool has_room(const Reported& reported) {
+  return reported.framework == nullptr ? reported.run.fits() : fits(*reported.framework, reported.config, reported.run);
+}
+
+/// Of another framework what it reserves decides, and not the bytes of our tensors.
+std::string verdict(const Reported& reported) {
+  const DryRun& run = reported.run;
+  std::string text = "The rank that needs most has " + format_bytes(total_of(largest_class(run).peak_bytes)) + " at its peak";
+  if (reported.framework != nullptr) return text + " of our tensors; " + verdict_of(*reported.framework, reported.config, run);
+  if (run.memory_limit > 0) text += fmt::format(" of {}: the step {}", format_bytes(run.memory_limit), run.fits() ? "fits" : "does not fit");
+  return text;
+}
+
 std::string summary(const Reported& reported) {
   const DryRun& run = reported.run;
   std::string out = fmt::format("<h1>{}</h1>\n", escape_markup(reported.config.name.empty() ? "A plan" : reported.config.name));
   out += paragraph(fmt::format("{} parameters on {} rank{}{}, {} tokens a step: what a dry run of the very step foretells.",
                                format_count(static_cast<double>(run.parameters)), run.world, run.world == 1 ? "" : "s",
                                reported.device != nullptr ? " of " + reported.device->name : "", format_count(static_cast<double>(run.tokens_per_step))));
-  std::string verdict = "The rank that needs most has " + format_bytes(total_of(largest_class(run).peak_bytes)) + " at its peak";
-  if (run.memory_limit > 0) verdict += fmt::format(" of {}: the step {}", format_bytes(run.memory_limit), run.fits() ? "fits" : "does not fit");
-  out += fmt::format("<p class=\"verdict{}\">{}.</p>\n", run.fits() ? "" : " no", escape_markup(verdict));
-  return out + (run.time ? paragraph(to_string(*run.time)) : "");
+  out += fmt::format("<p class=\"verdict{}\">{}.</p>\n", has_room(reported) ? "" : " no", escape_markup(verdict(reported)));
+  if (reported.bounds) out += paragraph(to_string(*reported.bounds, run.memory_limit));
+  if (run.time) out += paragraph(to_string(*run.time));
+  const std::string guesses = guesses_of(run);
+  return out + (guesses.empty() ? "" : paragraph(guesses + "."));
 }
 
 /// Between the tags of an element that no reader of HTML takes for markup, and no reader of XML either.
@@ -390,7 +423,9 @@ std::optional<schedules::Drawing> drawing_of(const DryRun& run) {
 
 std::string html_report(const Reported& reported) {
   const DryRun& run = reported.run;
-  std::string out = "<!DOCTYPE html>\n<html lang=\"en\" xmlns=\"http://www.w3.org/1999/xhtml\">\n<head>\n<meta charset=\"utf-8\"/>\n";
+  std::string out =
+      "<!DOCTYPE html>\n<html lang=\"en\" xmlns=\"http://www.w3.org/1999/xhtml\">\n<head>\n<meta charset=\"utf-8\"/>\n"
+      "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\"/>\n";
   out += "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n<title>Plan: " + escape_markup(reported.config.name) +
          "</title>\n<style>" + std::string(kStyle) + "</style>\n</head>\n<body>\n<main>\n";
   out += summary(reported);
@@ -399,6 +434,7 @@ std::string html_report(const Reported& reported) {
   out += section("timeline", "Timeline", timeline(run));
   out += section("traffic", "Traffic", traffic(reported));
   out += section("layout", "Layout", layout(reported));
+  if (reported.scaling != nullptr) out += section("scaling", "The same step on more ranks", scaled(*reported.scaling));
   if (reported.search != nullptr) out += section("search", "Layouts in the order of their speed", searched(*reported.search));
   return out + "</main>\n<script type=\"application/json\" id=\"plan\">" + embedded(reported.json) + "</script>\n</body>\n</html>\n";
 }

@@ -7,8 +7,11 @@
 
 #include "tessera/config/config.h"
 #include "tessera/pipeline/schedules/picture.h"
+#include "tessera/plan/bounds.h"
 #include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/framework.h"
+#include "tessera/plan/scaling.h"
 #include "tessera/plan/search.h"
 
 namespace tessera::plan {
@@ -19,6 +22,9 @@ struct Reported {
   const DryRun& run;
   const Device* device = nullptr;
   const LayoutSearch* search = nullptr;  ///< of which the run is the best
+  const Framework* framework = nullptr;  ///< whose step it is, and whose verdict
+  std::optional<Bounds> bounds{};        ///< where documents or routers decide
+  const Scaling* scaling = nullptr;      ///< of which the run is the layout at the knee
   nlohmann::json json{};                 ///< what --json prints of them, kept in the file
 };
 

@@ -102,11 +102,11 @@ std::string to_string(const LayoutChoice& c, int world) {
   return out;
 }
 
-std::vector<LayoutChoice> all_choices(const Config& config, int world, const Machine& machine, const std::vector<int64_t>& batches) {
+std::vector<LayoutChoice> all_choices(const Config& config, int world, const Machine& machine, const std::vector<int64_t>& batches, int64_t fewest_columns) {
   const int most_tp = 2 * machine.devices_per_host;  // beyond a host once, so that what that costs is seen
   std::vector<LayoutChoice> found;
   for (const int tp : divisors(world, most_tp)) {
-    for (const int cp : divisors(world / tp, std::max<int64_t>(1, config.data.seq_len / 4096))) {
+    for (const int cp : divisors(world / tp, std::max<int64_t>(1, config.data.seq_len / fewest_columns))) {
       for (const int pp : divisors(world / tp / cp, config.model.layers)) {
         for (const int64_t batch : batches) {
           LayoutChoice choice{.tp = tp, .pp = pp, .cp = cp, .batch = batch};
@@ -131,7 +131,7 @@ std::vector<LayoutChoice> all_choices(const Config& config, int world, const Mac
   return found;
 }
 
-std::vector<Neighbour> neighbours_of(const LayoutChoice& at, const Config& config, int world, const Machine& machine) {
+std::vector<Neighbour> neighbours_of(const LayoutChoice& at, const Config& config, int world, const Machine& machine, int64_t fewest_columns) {
   std::vector<Neighbour> found;
   const auto add = [&](const std::string& what, auto change) {
     LayoutChoice next = at;
@@ -149,7 +149,7 @@ std::vector<Neighbour> neighbours_of(const LayoutChoice& at, const Config& confi
   };
   twice_and_half("tp", &LayoutChoice::tp);
   twice_and_half("pp", &LayoutChoice::pp);
-  if (config.data.seq_len >= 4096) twice_and_half("cp", &LayoutChoice::cp);
+  if (config.data.seq_len >= fewest_columns) twice_and_half("cp", &LayoutChoice::cp);
   if (config.model.experts > 0) twice_and_half("ep", &LayoutChoice::ep);
   if (at.pp % 2 == 0) add(fmt::format("tp {} and pp {}", at.tp * 2, at.pp / 2), [](LayoutChoice& c) { c.tp *= 2, c.pp /= 2; });
   if (at.tp % 2 == 0) add(fmt::format("tp {} and pp {}", at.tp / 2, at.pp * 2), [](LayoutChoice& c) { c.tp /= 2, c.pp *= 2; });

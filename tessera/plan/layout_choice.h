@@ -36,15 +36,20 @@ std::vector<std::string> settings_of(const LayoutChoice& choice, int world);
 /// "tp 2, pp 4, dp 8 (zero 1), micro 2, recompute selective".
 std::string to_string(const LayoutChoice& choice, int world);
 
+/// Of a sequence that is cut a search leaves a rank so many tokens at least: fewer are for who has more ranks than sequences.
+constexpr int64_t kFewestColumns = 4096;
+
 /// All that the model's and the world's divisors allow; what the configuration's rules refuse beside is not known here. `batches` are the sizes of a step to
 /// choose from.
-std::vector<LayoutChoice> all_choices(const Config& config, int world, const Machine& machine, const std::vector<int64_t>& batches);
+std::vector<LayoutChoice> all_choices(const Config& config, int world, const Machine& machine, const std::vector<int64_t>& batches,
+                                      int64_t fewest_columns = kFewestColumns);
 
 /// A choice that differs in one thing, and what that is: "tp 4".
 struct Neighbour {
   std::string what;
   LayoutChoice choice;
 };
-std::vector<Neighbour> neighbours_of(const LayoutChoice& choice, const Config& config, int world, const Machine& machine);
+std::vector<Neighbour> neighbours_of(const LayoutChoice& choice, const Config& config, int world, const Machine& machine,
+                                     int64_t fewest_columns = kFewestColumns);
 
 }  // namespace tessera::plan

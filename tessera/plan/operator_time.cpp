@@ -73,6 +73,16 @@ double plain_attention_seconds(const OperatorEvent& ran, double passes, const De
 
 }  // namespace
 
+bool has_cost(const OperatorEvent& ran, const OperatorHabit* habit) {
+  if (ran.flops > 0 || habit != nullptr) return true;
+  if (is_attention(ran.name) || !starts_with_any(ran.name, {"aten::", "tessera::"})) return false;
+  return !starts_with_any(
+      ran.name, {"aten::convolution",  "aten::_convolution", "aten::conv", "aten::slow_conv",        "aten::mkldnn_", "aten::_fft",   "aten::linalg_",
+                 "aten::_linalg_",     "aten::cholesky",     "aten::lu_",  "aten::triangular_solve", "aten::geqrf",   "aten::_cdist", "aten::_ctc_loss",
+                 "aten::_grouped_mm",  "aten::sort",         "aten::topk", "aten::unique",           "aten::_unique", "aten::histc",  "aten::bincount",
+                 "aten::searchsorted", "aten::bucketize"});
+}
+
 bool is_copy(const std::string& name) { return starts_with_any(name, {"aten::copy_", "aten::_to_copy"}); }
 
 double product_seconds(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t element_bytes, double flops_per_second, const DeviceRates& device) {

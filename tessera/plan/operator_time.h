@@ -18,6 +18,10 @@ double product_seconds(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t e
 /// `habit`: of a program that runs it in other kernels.
 double operator_seconds(const OperatorEvent& ran, const DeviceRates& device, const OperatorHabit* habit = nullptr);
 
+/// Whether what an operator takes is known: products whose FLOPs are counted, and those of libtorch and of ours that do little with what they read and write.
+/// Of others (a user's, sorts, convolutions, decompositions) the bytes stand for the time, a guess that is seldom too high. `habit`: who says what it takes.
+bool has_cost(const OperatorEvent& ran, const OperatorHabit* habit = nullptr);
+
 /// Whether an operator moves values from one place to another, and does nothing else.
 bool is_copy(const std::string& name);
 

@@ -15,6 +15,7 @@
 #include "tessera/mesh/positions.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/nn/attention_tiles.h"
+#include "tessera/nn/dry_documents.h"
 #include "tessera/train/compose.h"
 
 // A dry run of each rank of a large world would repeat the same step with other peers. What can differ between ranks is little and is known beforehand: the
@@ -91,7 +92,7 @@ Held held_elements(const Config& config, int world_size, int rank, bool apart) {
 }
 
 /// Of each rank that sequences are cut over, a number that those share whose tensors have the same shapes: as many columns, and the same tiles of attention.
-std::vector<int> column_kinds(const Config& config, int ranks) {
+std::vector<int> column_kinds(const Config& config, int ranks, int64_t documents) {
   std::vector<int> kinds(static_cast<size_t>(ranks));
   if (ranks == 1) return kinds;
   const bool exchanges = config.context.method == "ulysses" || config.context.method == "ulysses_ring";
@@ -99,18 +100,23 @@ std::vector<int> column_kinds(const Config& config, int ranks) {
   const bool heads_differ = exchanges && (config.model.heads % ranks != 0 || (keys % ranks != 0 && ranks % keys != 0) || config.mesh.tp != 1);
   const bool packed = config.data.documents != "none";
   const CutRule rule = column_rule(config, ranks);
-  const SequenceCut cut = rule(
-      data::dry_documents(
-          {.seq_len = config.data.seq_len, .micro_size = packed ? config.batch.micro_size : 1, .columns = {.rule = rule, .ranks = ranks}, .packed = packed}),
-      ranks);
+  const std::vector<int64_t> lengths = data::dry_documents({.seq_len = config.data.seq_len,
+                                                            .micro_size = packed ? config.batch.micro_size : 1,
+                                                            .columns = {.rule = rule, .ranks = ranks},
+                                                            .packed = packed,
+                                                            .dry_documents = documents});
+  const SequenceCut cut = rule(lengths, ranks);
+  const nn::DryDocuments known_lengths(lengths);
+  const std::vector<int64_t> ids = nn::DryDocuments::ids(1, cut.length);
   const auto columns_of = [&](int rank) {
-    nn::AttentionColumns columns{.rows = {{}}};
-    int64_t column = 0;
+    std::vector<int64_t> positions, of_columns;
     for (const auto& [begin, size] : cut.runs[static_cast<size_t>(rank)]) {
-      columns.rows[0].push_back({.column = column, .position = begin, .size = size});
-      column += size;
+      for (int64_t position = begin; position < begin + size; ++position) {
+        positions.push_back(position);
+        of_columns.push_back(ids[static_cast<size_t>(position)]);
+      }
     }
-    return columns;
+    return nn::AttentionColumns::of(positions, of_columns);
   };
   using Shape = std::tuple<int64_t, int64_t, nn::TileForm, int64_t>;
   std::map<std::tuple<int64_t, int, std::vector<Shape>>, int> known;
@@ -131,7 +137,7 @@ std::vector<int> column_kinds(const Config& config, int ranks) {
 
 }  // namespace
 
-std::vector<std::vector<int>> rank_classes(const Config& config, int world_size, int exact_ranks) {
+std::vector<std::vector<int>> rank_classes(const Config& config, int world_size, int exact_ranks, int64_t documents) {
   const auto recorder = std::make_shared<comm::Recorder>();
   const auto world = comm::World::dry(world_size, 0, recorder, comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
@@ -154,7 +160,7 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size,
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   const int sources = deals_experts_over_replicas(config, shape) ? config.mesh.ep * config.mesh.expert_tp : 1;
   const auto roles = config.run.deterministic ? tree_roles(micro_batches, data_ranks, sources) : std::vector<std::vector<int64_t>>{};
-  const std::vector<int> parts = column_kinds(config, mesh.size(axes.columns));
+  const std::vector<int> parts = column_kinds(config, mesh.size(axes.columns), documents);
   const std::vector<int64_t> no_role;
   const Elements none;
   // What tp cuts need not be equal, so each of its ranks is a class of its own, where there are few or they differ; so is each stage. Parts of a sequence are

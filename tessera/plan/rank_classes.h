@@ -13,6 +13,7 @@ constexpr int kExactRanks = 8;
 /// They differ in how many micro-batches they hold, in their role in the deterministic tree, and in which elements of what is sharded are theirs.
 /// In a sharded world of more than `exact_ranks` that last difference, of a few rows or of padding, makes no class: the rank that holds most comes first in its
 /// own. Nor do there the ranks that layers are cut over, where all cuts are even.
-std::vector<std::vector<int>> rank_classes(const Config& config, int world_size, int exact_ranks = kExactRanks);
+/// `documents`: how many a window of packed ones has.
+std::vector<std::vector<int>> rank_classes(const Config& config, int world_size, int exact_ranks = kExactRanks, int64_t documents = 1);
 
 }  // namespace tessera::plan

@@ -25,9 +25,12 @@ void RankClock::read(const Event& event) {
 }
 
 /// Layers repeat each other: what an operator takes is worked out once.
-double RankClock::seconds_of(const OperatorEvent& ran) {
-  const auto [at, fresh] = known_.try_emplace({ran.name, ran.flops, ran.read_bytes + ran.written_bytes, ran.shape}, 0);
-  if (fresh) at->second = operator_seconds(ran, machine_.device, machine_.habits.of(ran.name));
+const RankClock::Cost& RankClock::cost_of(const OperatorEvent& ran) {
+  const auto [at, fresh] = known_.try_emplace({ran.name, ran.flops, ran.read_bytes + ran.written_bytes, ran.shape});
+  if (fresh) {
+    const OperatorHabit* habit = machine_.habits.of(ran.name);
+    at->second = {.seconds = operator_seconds(ran, machine_.device, habit), .known = has_cost(ran, habit)};
+  }
   return at->second;
 }
 
@@ -68,7 +71,7 @@ void RankClock::run_on_host(const OperatorEvent& ran, const Event& event) {
 void RankClock::run(const OperatorEvent& ran, const Event& event) {
   if (ran.crosses && is_copy(ran.name)) return copy(ran, event);
   if (ran.on_host && !ran.crosses) return run_on_host(ran, event);
-  const double seconds = seconds_of(ran);
+  const auto& [seconds, known] = cost_of(ran);
   if (seconds == 0) return;
   const Habits& habits = machine_.habits;
   const OperatorHabit* habit = habits.of(ran.name);
@@ -83,6 +86,7 @@ void RankClock::run(const OperatorEvent& ran, const Event& event) {
   }
   device_ += taken;
   time_.computing += taken;
+  if (!known) time_.guessed[ran.name] += taken;
   if (habits.logit_columns > 0 && !ran.shape.empty() && ran.shape.back() == habits.logit_columns && ran.flops > 0) use_logits(ran);
 }
 
@@ -106,19 +110,42 @@ void RankClock::start(const CollectiveEvent& call, const Event& event) {
              habits.collective_launch_per_level * std::log2(placed->second.ranks);
     if (call.group == "tp") host_ += habits.layer_collective_launch_per_rank * placed->second.ranks;
   }
-  const double seconds = collective_seconds(call, placed->second, machine_);
-  double& group = groups_[call.group];
+  const CollectiveCost cost = collective_cost(call, placed->second, machine_);
   if (is_message(call) && std::ranges::find(channels_, call.group) != channels_.end()) {
-    time_.message = std::max(time_.message, seconds);
+    time_.message = std::max(time_.message, cost.seconds());
     for (const int64_t flight : event.writes) done_[flight] = 0;
     return;
   }
-  group = std::max({host_, device_, group, copied_for(event)}) + seconds;
-  time_.collectives += seconds;
-  for (const int64_t flight : event.writes) done_[flight] = group;
+  Stream& stream = groups_[call.group];
+  const double begin = std::max({host_, device_, stream.end, copied_for(event)});
+  stream.across = cost.across;
+  stream.end = shared_end(call.group, begin, cost);
+  time_.collectives += stream.end - begin;
+  std::erase_if(stream.flights, [&](int64_t flight) { return !done_.contains(flight); });
+  for (const int64_t flight : event.writes) {
+    done_[flight] = stream.end;
+    if (std::ranges::find(stream.flights, flight) == stream.flights.end()) stream.flights.push_back(flight);
+  }
   if (!habits.waits_for_collectives) return;
-  time_.exposed += group - device_;
-  device_ = group;
+  time_.exposed += stream.end - device_;
+  device_ = stream.end;
+}
+
+/// Of two that have bytes for the same links each has half of them until the smaller is through; so the one ends later by as much as the other has sent
+/// meanwhile, and the other way round.
+double RankClock::shared_end(const std::string& group, double begin, const CollectiveCost& cost) {
+  double end = begin + cost.seconds();
+  if (cost.transfer == 0) return end;
+  for (auto& [name, other] : groups_) {
+    if (name == group || other.across != cost.across || other.end <= begin) continue;
+    const auto later = [&](double at) { return at <= begin ? at : at + std::min(at - begin, cost.transfer); };
+    end += std::min(other.end - begin, cost.transfer);
+    for (const int64_t flight : other.flights) {
+      if (const auto found = done_.find(flight); found != done_.end()) found->second = later(found->second);
+    }
+    other.end = later(other.end);
+  }
+  return end;
 }
 
 void RankClock::wait(const Event& event) {
@@ -157,7 +184,7 @@ RankTime RankClock::time() const {
   time.copied += copied - time.step;
   time.step = std::max(copied, cores_);
   time.asked += time.step - copied;
-  for (const auto& [group, done] : groups_) time.step = std::max(time.step, done);
+  for (const auto& [group, stream] : groups_) time.step = std::max(time.step, stream.end);
   time.after = acted_ ? time.step - time_.after : 0;
   return time;
 }

@@ -5,6 +5,7 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <vector>
 
 #include "tessera/core/events.h"
 #include "tessera/pipeline/schedules/schedule.h"
@@ -15,12 +16,13 @@ namespace tessera::plan {
 
 /// Seconds of a step of one rank, and where they went.
 struct RankTime {
-  double step = 0;         ///< from the first thing asked to the last thing done, as if messages of the pipeline took no time
-  double computing = 0;    ///< the device runs operators
-  double exposed = 0;      ///< of what is left: it waits for a collective
-  double asked = 0;        ///< and for the host to ask, which may compute itself
-  double copied = 0;       ///< and for a copy from or to the host
-  double collectives = 0;  ///< of them all, hidden behind operators or not
+  double step = 0;                          ///< from the first thing asked to the last thing done, as if messages of the pipeline took no time
+  double computing = 0;                     ///< the device runs operators
+  double exposed = 0;                       ///< of what is left: it waits for a collective
+  double asked = 0;                         ///< and for the host to ask, which may compute itself
+  double copied = 0;                        ///< and for a copy from or to the host
+  double collectives = 0;                   ///< of them all, hidden behind operators or not
+  std::map<std::string, double> guessed{};  ///< of what is computed: operators that nobody knows the cost of (has_cost), by name
 
   struct Mean {
     double seconds = 0;
@@ -41,8 +43,9 @@ struct RankTime {
 ///   copies       to the device and to the host, those of each way one after the other: out when all operators before are done, in when the host has asked
 ///   the host     operators of what lies beside the device hold it up; who uses what a copy makes, or overwrites what it reads, waits for it
 ///
-/// The device is idle where the host is slower than it, which is what makes small layers on many ranks slow; nothing here knows of any technique. Memory and
-/// links are not shared: a collective beside an operator slows neither.
+/// Groups whose collectives are on the same links at the same time, those between hosts or those inside one, share them: each has half while both have bytes to
+/// send. The device is idle where the host is slower than it, which is what makes small layers on many ranks slow; nothing here knows of any technique. Memory
+/// is not shared: a collective beside an operator slows neither.
 class RankClock {
  public:
   /// `place`: of a group's ranks, by its name. `channels`: groups whose messages go between stages of a pipeline, which take no time here.
@@ -63,7 +66,11 @@ class RankClock {
   void start(const CollectiveEvent& call, const Event& event);
   void wait(const Event& event);
   void turn(const ActionEvent& action);
-  double seconds_of(const OperatorEvent& ran);
+  struct Cost {
+    double seconds = 0;
+    bool known = true;
+  };
+  const Cost& cost_of(const OperatorEvent& ran);
   double end() const;
 
   const Machine& machine_;
@@ -75,13 +82,20 @@ class RankClock {
     double written = 0, read = 0;  ///< by copies
   };
   std::unordered_map<int64_t, CopyTimes> copies_;  ///< of storages
-  std::map<std::string, double> groups_;
+  /// The collectives of a group, one after the other.
+  struct Stream {
+    double end = 0;
+    bool across = false;             ///< on the links between hosts
+    std::vector<int64_t> flights{};  ///< those begun that nobody has waited for, and some that somebody has
+  };
+  double shared_end(const std::string& group, double begin, const CollectiveCost& cost);
+  std::map<std::string, Stream> groups_;
   std::unordered_map<int64_t, double> done_;  ///< calls in flight
   double action_began_ = 0;
   bool acted_ = false;
   RankTime time_;
   std::map<std::string, Placement> places_;
-  std::map<std::tuple<std::string, double, int64_t, std::vector<int64_t>>, double> known_;  ///< of operators that came before
+  std::map<std::tuple<std::string, double, int64_t, std::vector<int64_t>>, Cost> known_;  ///< of operators that came before
 };
 
 }  // namespace tessera::plan

@@ -54,14 +54,18 @@ class Search {
   LayoutSearch run() {
     look_at(candidates(), kShareOfFirst);
     climb();
-    if (found_.complete && (best() == nullptr || !best()->fits)) put_optimizers_on_the_host();
+    if (options_.on_the_host && found_.complete && (best() == nullptr || !best()->fits)) put_optimizers_on_the_host();
     finish();
     return std::move(found_);
   }
 
  private:
   double elapsed() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
-  bool is_over(double share = 1) const { return elapsed() > share * static_cast<double>(options_.patience.count()); }
+  bool is_over(double share = 1) const {
+    return elapsed() > share * static_cast<double>(options_.patience.count()) ||
+           static_cast<double>(tried_.size()) >= share * static_cast<double>(options_.most_runs);
+  }
+  bool admits(const LayoutChoice& choice) const { return !options_.admits || options_.admits(choice); }
 
   struct Candidate {
     LayoutChoice choice;
@@ -73,7 +77,8 @@ class Search {
     auto batches = options_.batches;
     if (batches.empty()) batches.push_back(config_.batch.global_size);
     std::vector<Candidate> found;
-    for (auto& choice : all_choices(config_, world_, machine_, batches)) {
+    for (auto& choice : all_choices(config_, world_, machine_, batches, options_.fewest_columns)) {
+      if (!admits(choice)) continue;
       choice.host_optimizer = host_optimizer;
       found_.possible += host_optimizer ? 0 : 1;
       const Estimate guess = estimate_(choice);
@@ -179,8 +184,8 @@ class Search {
   void climb() {
     for (const Tried* at = best(); at != nullptr;) {
       std::vector<std::pair<double, LayoutChoice>> next;
-      for (auto& neighbour : neighbours_of(at->choice, config_, world_, machine_)) {
-        next.emplace_back(estimate_(neighbour.choice).seconds, std::move(neighbour.choice));
+      for (auto& neighbour : neighbours_of(at->choice, config_, world_, machine_, options_.fewest_columns)) {
+        if (admits(neighbour.choice)) next.emplace_back(estimate_(neighbour.choice).seconds, std::move(neighbour.choice));
       }
       std::ranges::sort(next);
       const Tried* better = at;
@@ -213,7 +218,7 @@ class Search {
   }
 
   void explain(const Tried& best) {
-    for (const auto& [what, choice] : neighbours_of(best.choice, config_, world_, machine_)) {
+    for (const auto& [what, choice] : neighbours_of(best.choice, config_, world_, machine_, options_.fewest_columns)) {
       if (const auto tried = tried_.find(choice); tried != tried_.end()) {
         const bool fits = tried->second.fits;
         found_.losing.push_back(
@@ -285,7 +290,7 @@ class Search {
     if (const Tried* best = found_.best()) {
       explain(*best);
       observe(*best);
-    } else if (found_.complete || !found_.ranked.empty()) {
+    } else if (options_.on_the_host && (found_.complete || !found_.ranked.empty())) {
       look_for_a_world();
     }
     found_.seconds = elapsed();

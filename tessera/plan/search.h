@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -51,6 +52,10 @@ struct LayoutSearch {
 struct SearchOptions {
   std::vector<int64_t> batches{};  ///< of which batch.global_size may be chosen; empty: as it is
   std::chrono::seconds patience{20};
+  size_t most_runs = SIZE_MAX;                               ///< dry runs, too, whatever they take
+  std::function<bool(const LayoutChoice& choice)> admits{};  ///< which layouts are looked at; empty: all
+  int64_t fewest_columns = kFewestColumns;                   ///< of a sequence, that a rank keeps
+  bool on_the_host = true;                                   ///< where nothing fits else, optimizers there are tried, and larger worlds
   std::function<void(const std::string&)> progress{};
 };
 

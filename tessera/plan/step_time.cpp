@@ -56,6 +56,7 @@ StepTime step_time(const std::vector<TimedClass>& classes, const schedules::Sche
   const auto slowest = slowest_of(classes, pipeline);
   const RankTime& decides = **std::ranges::max_element(slowest, {}, [](const RankTime* time) { return time == nullptr ? -1 : time->step; });
   StepTime step{.seconds = decides.step, .computing = decides.computing, .exposed = decides.exposed, .asked = decides.asked, .copied = decides.copied};
+  for (const auto& [name, seconds] : decides.guessed) step.guessed += seconds;
   if (pipeline.actions.empty()) return step;
   const schedules::Costs costs = pipeline_costs(classes, pipeline);
   double before = 0, after = 0;
@@ -66,8 +67,15 @@ StepTime step_time(const std::vector<TimedClass>& classes, const schedules::Sche
 }
 
 nlohmann::json to_json(const StepTime& time) {
-  return {{"seconds", time.seconds},           {"computing", time.computing}, {"exposed_communication", time.exposed},       {"waiting_for_host", time.asked},
-          {"waiting_for_copies", time.copied}, {"bubble", time.bubble},       {"tokens_per_second", time.tokens_per_second}, {"mfu", time.mfu}};
+  return {{"seconds", time.seconds},
+          {"computing", time.computing},
+          {"guessed", time.guessed},
+          {"exposed_communication", time.exposed},
+          {"waiting_for_host", time.asked},
+          {"waiting_for_copies", time.copied},
+          {"bubble", time.bubble},
+          {"tokens_per_second", time.tokens_per_second},
+          {"mfu", time.mfu}};
 }
 
 std::string to_string(const StepTime& time) {

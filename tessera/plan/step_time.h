@@ -16,6 +16,7 @@ struct StepTime {
   double seconds = 0;
   /// Of those, of the rank that decides:
   double computing = 0;          ///< its device runs operators
+  double guessed = 0;            ///< of that, those of which nobody knows what they take (has_cost)
   double exposed = 0;            ///< it waits for collectives
   double asked = 0;              ///< it waits for the host
   double copied = 0;             ///< it waits for copies from or to the host

@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 
 #include "tessera/plan/machine.h"
+#include "tessera/plan/rates_picture.h"
 #include "tests/refusal.h"
 
 namespace tessera {
@@ -137,6 +138,14 @@ TEST(Devices, BadFilesAndNamesAreRefused) {
   }
   EXPECT_THAT(refused(with(kPlain, "link = \"wire\"\n", "")), HasSubstr("inside.link is missing"));
   EXPECT_THAT(refused(std::string(kPlain) + "[host]\nlink = \"bus\"\ngb_per_s = 3\n"), HasSubstr("host.memory_gb_per_s is missing"));
+}
+
+TEST(RatesPicture, DrawsEachFormatBesideDataSheetsByGeneration) {
+  plan::Device mine = plan::parse_device(with(kPlain, "bf16 = 3.5", "fp32 = 2\nbf16 = 7"), "/somewhere/mine.toml");
+  const std::string picture = plan::rates_svg(mine, {plan::find_device("b200"), plan::find_device("v100-32gb"), plan::find_device("tpu-v5p")});
+  EXPECT_THAT(picture, AllOf(HasSubstr(">mine.toml<"), HasSubstr(">3.5x, 7.00 TFLOP/s<"), HasSubstr(">28.1x, 2.25 PFLOP/s<"), HasSubstr(">tpu-v5p (2023)*<"),
+                             HasSubstr(">fp4<"), HasSubstr(">fp8<")));
+  EXPECT_LT(picture.find("v100-32gb (2017)"), picture.find("b200 (2024)"));
 }
 
 }  // namespace

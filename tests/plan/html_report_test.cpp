@@ -116,6 +116,31 @@ TEST_F(HtmlReport, ShowsRankedLayoutsAndWhyOthersLose) {
   EXPECT_THAT(section_of(page, "search"), AllOf(HasSubstr(">123457<"), HasSubstr(">7654321<"), HasSubstr("needs &lt;more&gt;"), HasSubstr("17 layouts")));
 }
 
+TEST_F(HtmlReport, AnotherFrameworksVerdictIsOfWhatItReserves) {
+  Config config = this->config("llama");
+  config.run.memory_limit_bytes = 1'500'000'000;  // more than our tensors need, and less than its contexts
+  const DryRun run = run_of(config, 1);
+  ASSERT_TRUE(run.fits());
+  const Framework framework = find_framework("nanotron");
+  const auto page = html_report({.config = config, .run = run, .device = &device, .framework = &framework, .json = to_json(run)});
+  EXPECT_THAT(page, AllOf(HasSubstr("class=\"verdict no\""), HasSubstr("framework Nanotron: "), HasSubstr("which do not fit 1.40 GiB"),
+                          Not(HasSubstr("the step fits"))));
+}
+
+TEST_F(HtmlReport, SaysWhatDocumentsAndRoutersMayMakeOfIt) {
+  const Config config = this->config("llama", {"data.documents=lines", "mesh.cp=2"});
+  const DryRun run = run_of(config, 2);
+  const auto bounds = find_bounds(config, run, {});
+  ASSERT_TRUE(bounds.has_value());
+  EXPECT_LT(bounds->lowest_peak, bounds->highest_peak);
+  EXPECT_EQ(bounds->highest_peak, total_of(largest_class(run).peak_bytes)) << "a window is no longer than one document of it";
+  const auto page = html_report({.config = config, .run = run, .device = &device, .bounds = bounds, .json = to_json(run)});
+  EXPECT_THAT(page, HasSubstr("not known before it runs is how long documents are"));
+  EXPECT_THAT(to_string(*bounds, bounds->highest_peak - 1), HasSubstr("lies between"));
+  EXPECT_EQ(to_json(*bounds)["unknown"], nlohmann::json({"documents"}));
+  EXPECT_FALSE(find_bounds(this->config("llama"), run, {}).has_value());
+}
+
 TEST_F(HtmlReport, TheTraceHoldsEveryActionOnce) {
   for (const int stages : {1, 2}) {
     const DryRun run = run_of(config("llama", {"mesh.pp=" + std::to_string(stages)}), stages);

@@ -106,7 +106,7 @@ TEST(CollectiveSeconds, AllReducesOfOneHostAreWithinAFifthOfThoseMeasured) {
   for (const Row& row : rows) {
     const int64_t bytes = row.mib << 20;
     const CollectiveEvent call{.op = "all_reduce", .group_size = row.devices, .bytes = bytes, .sent_bytes = 2 * bytes * (row.devices - 1) / row.devices};
-    const double seconds = collective_seconds(call, {.ranks = row.devices, .hosts = 1, .per_host = row.devices}, a100);
+    const double seconds = collective_cost(call, {.ranks = row.devices, .hosts = 1, .per_host = row.devices}, a100).seconds();
     EXPECT_NEAR(seconds * 1e6, row.microseconds, 0.2 * row.microseconds) << row.devices << " devices, " << row.mib << " MiB";
   }
 }
@@ -114,7 +114,7 @@ TEST(CollectiveSeconds, AllReducesOfOneHostAreWithinAFifthOfThoseMeasured) {
 TEST(CollectiveSeconds, AcrossHostsTheirLinksDecide) {
   const Machine machine{.devices_per_host = 4, .inside = {.bandwidth = 100e9, .latency = 0}, .across = {.bandwidth = 10e9, .latency = 0}};
   const CollectiveEvent call{.op = "all_gather", .bytes = 8000000, .sent_bytes = 7000000};
-  const auto seconds = [&](const std::vector<int>& ranks) { return collective_seconds(call, placement_of(ranks, 4), machine); };
+  const auto seconds = [&](const std::vector<int>& ranks) { return collective_cost(call, placement_of(ranks, 4), machine).seconds(); };
   EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3}), 7e6 / 100e9);
   EXPECT_DOUBLE_EQ(seconds({0, 4, 8, 12}), 7e6 / 10e9);             // one link a host
   EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3, 4, 5, 6, 7}), 7e6 / 40e9);  // four
@@ -124,7 +124,7 @@ TEST(CollectiveSeconds, AcrossHostsTheirLinksDecide) {
 TEST(CollectiveSeconds, ARingAcrossHostsTakesAHopARankAndSlowsDownWithThem) {
   Machine machine{.devices_per_host = 2, .inside = {.bandwidth = 100e9, .latency = 0, .hop = 1e-6}, .across = {.bandwidth = 10e9, .latency = 0, .hop = 10e-6}};
   const CollectiveEvent call{.op = "reduce_scatter", .bytes = 8000000, .sent_bytes = 8000000};
-  const auto seconds = [&](int ranks) { return collective_seconds(call, {.ranks = ranks, .hosts = ranks / 2, .per_host = 2}, machine); };
+  const auto seconds = [&](int ranks) { return collective_cost(call, {.ranks = ranks, .hosts = ranks / 2, .per_host = 2}, machine).seconds(); };
   EXPECT_DOUBLE_EQ(seconds(8), 3 * 10e-6 + 4 * 1e-6 + 8e6 / 20e9);
   machine.across.contention = 0.5;
   EXPECT_DOUBLE_EQ(seconds(8), 3 * 10e-6 + 4 * 1e-6 + 2 * 8e6 / 20e9);
@@ -139,13 +139,14 @@ class Clock : public testing::Test {
     machine.device = round_device();
     machine.device.memory_bandwidth = 1;
     machine.device.memory_share = 1;
-    machine.inside = {.bandwidth = 1, .latency = 0};
+    machine.inside = machine.across = {.bandwidth = 1, .latency = 0};
     machine.device.host_link = 2;
     machine.device.host_memory = 4;
   }
 
   RankTime time_of(const Events& events, std::vector<std::string> channels = {}, bool updates_later = false) {
-    RankClock clock(machine, [](const std::string&) { return Placement{.ranks = 2, .hosts = 1, .per_host = 2}; }, std::move(channels), updates_later);
+    const auto place = [](const std::string& group) { return Placement{.ranks = 2, .hosts = group.starts_with("far") ? 2 : 1, .per_host = 1}; };
+    RankClock clock(machine, place, std::move(channels), updates_later);
     for (const Event& event : events) clock.read(event);
     return clock.time();
   }
@@ -185,7 +186,26 @@ TEST_F(Clock, ItStartsWhenWhatItReadsIsComputed) { EXPECT_DOUBLE_EQ(time_of({ope
 
 TEST_F(Clock, CollectivesOfAGroupFollowEachOtherAndThoseOfTwoDoNot) {
   EXPECT_DOUBLE_EQ(time_of({starts(-1, 5), starts(-2, 5), waits(-1), waits(-2)}).step, 10);
-  EXPECT_DOUBLE_EQ(time_of({starts(-1, 5), starts(-2, 5, "tp"), waits(-1), waits(-2)}).step, 5);
+  EXPECT_DOUBLE_EQ(time_of({starts(-1, 5), starts(-2, 5, "far"), waits(-1), waits(-2)}).step, 5) << "over other links";
+}
+
+TEST_F(Clock, GroupsShareTheLinksThatBothCross) {
+  for (const std::string far : {"", "far "}) {
+    const auto both = [&](const Events& rest) {
+      Events events{starts(-1, 10, far + "dp"), starts(-2, 4, far + "tp")};
+      events.insert(events.end(), rest.begin(), rest.end());
+      return time_of(events);
+    };
+    EXPECT_DOUBLE_EQ(both({waits(-2)}).exposed, 8) << "half of the link for as long as it sends";
+    EXPECT_DOUBLE_EQ(both({waits(-1)}).exposed, 14) << "and what the other has sent meanwhile is missing here";
+    EXPECT_DOUBLE_EQ(both({}).step, 14) << "no byte is sent twice, or by nobody";
+    EXPECT_DOUBLE_EQ(both({waits(-2), starts(-3, 1, far + "tp"), waits(-3)}).exposed, 10);
+    EXPECT_DOUBLE_EQ(time_of({starts(-1, 2, far + "dp"), starts(-2, 4, far + "tp"), waits(-2)}).exposed, 6) << "the shorter one is through first";
+    EXPECT_DOUBLE_EQ(time_of({starts(-1, 2, far + "dp"), operators(3), starts(-2, 4, far + "tp"), waits(-2)}).step, 7) << "one after the other shares nothing";
+    EXPECT_DOUBLE_EQ(time_of({starts(-1, 5, far + "dp"), starts(-2, 5, far + "dp"), starts(-3, 2, far + "tp"), waits(-1)}).exposed, 7) << "the first in line";
+  }
+  machine.across.latency = 3;
+  EXPECT_DOUBLE_EQ(time_of({starts(-1, 10, "far dp"), starts(-2, 4, "far tp"), waits(-2)}).exposed, 3 + 8) << "a latency fills no link";
 }
 
 TEST_F(Clock, WhatNobodyWaitsForEndsTheStepAllTheSame) { EXPECT_DOUBLE_EQ(time_of({starts(-1, 5), operators(1)}).step, 5); }

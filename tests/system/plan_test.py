@@ -136,6 +136,13 @@ class Plan(SystemTest):
         self.assertGreater(on_device["step_s"], 0)
         self.assertEqual(on_device["time"]["waiting_for_copies"], 0)
         self.assertGreater(on_host["step_s"], on_device["step_s"], "its copies cross the same memory")
+        picture = self.folder / "rates.svg"
+        done = run("bench", "device", "--from", here, "--svg", picture)
+        self.assertEqual((done.returncode, done.stdout), (0, ""), done.stderr)
+        for text in ("here.toml", "h100 (2022)", "v100-32gb (2017)", "fp8"):
+            self.assertIn(text, picture.read_text())
+        self.assertEqual(run("bench", "device", "--from", here).returncode, 2)
+        self.assertIn("--output", self.refusal(run("bench", "device", "--from", here, "--svg", picture, "-o", self.folder / "other.toml")))
 
     def test_a_search_names_a_layout_that_plan_and_train_take(self):
         found = self.folder / "found.toml"
@@ -185,11 +192,33 @@ class Plan(SystemTest):
             (("--curve", "memory", "--longest"), "--longest"),
             (("--curve", "memory", "--svg", self.recipe), "--svg"),
             (("--svg", picture), "--curve"),
+            (("--curve", "ranks", "--batch", 2), "--device"),
+            (("--curve", "ranks", "--device", "h100", "--set", "batch.per_rank=1"), "batch.per_rank"),
+            (("--curve", "memory", "--report", self.folder / "page.html"), "--report"),
+            (("--curve", "memory", "--batch", 2), "--curve ranks"),
         ):
             with self.subTest(flags=flags):
                 done = run("plan", self.recipe, *flags)
                 self.assertEqual(done.returncode, 2, done.stdout)
                 self.assertIn(words, done.stderr)
+
+    def test_strong_scaling_names_its_knee(self):
+        done = run("plan", self.recipe, "--device", "h100", "--world", 4, "--curve", "ranks", "--batch", 2, "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        answer = json.loads(done.stdout)
+        self.assertEqual([point["ranks"] for point in answer["points"]], [1, 2, 4])
+        self.assertIn(answer["knee"], (1, 2))
+        self.assertIn(f"adding ranks stops helping at {answer['knee']}", answer["findings"][0])
+        self.assertEqual([panel["y"] for panel in answer["panels"]], ["seconds", "tokens_per_second"])
+
+    def test_what_documents_and_routers_decide_has_bounds(self):
+        answer = self.plan(self.recipe, "--world", 2, "--device", "h100", sets=["data.documents=lines", "mesh.cp=2"])
+        bounds, peak = answer["bounds"], max(ranks["peak_bytes"]["total"] for ranks in answer["ranks"])
+        self.assertEqual(bounds["unknown"], ["documents"])
+        self.assertLess(bounds["peak_bytes"]["lowest"], peak)
+        self.assertEqual(bounds["peak_bytes"]["highest"], peak)
+        self.assertLessEqual(bounds["step_s"]["lowest"], answer["step_s"])
+        self.assertNotIn("bounds", self.plan(self.recipe, "--world", 2))
 
     def test_presets(self):
         answer = self.plan("7b", "--world", 256)

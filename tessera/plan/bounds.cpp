@@ -1,0 +1,77 @@
+#include "tessera/plan/bounds.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "tessera/core/format.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
+
+namespace tessera::plan {
+namespace {
+
+double peak_of(const DryRun& run) { return static_cast<double>(total_of(largest_class(run).peak_bytes)); }
+
+std::optional<double> seconds_of(const DryRun& run) { return run.time ? std::optional(run.time->seconds) : std::nullopt; }
+
+}  // namespace
+
+Unknowns unknowns_of(const Config& config, int world) {
+  const bool dealt = config.model.experts > 0 && config.mesh.ep > 1 && deals_experts(config, mesh_shape(config.mesh, config.zero.stage, world));
+  return {.documents = config.data.documents != "none", .routers = dealt};
+}
+
+double without_length(double whole, double parts) { return parts - (whole - parts) / (kShortDocuments - 1); }
+
+std::optional<Bounds> find_bounds(const Config& config, const DryRun& run, const DryRunOptions& options) {
+  const Unknowns unknown = unknowns_of(config, run.world);
+  if (!unknown.any()) return std::nullopt;
+  DryRunOptions each{.machine = options.machine, .alike_stages = true, .exact_ranks = options.exact_ranks, .progress = options.progress};
+  const auto with = [&](int64_t documents, experts::DryLoad routed) {
+    each.documents = documents, each.routed = routed;
+    return dry_run(config, run.world, each);
+  };
+  Bounds bounds{.unknown = unknown, .highest_seconds = seconds_of(run)};
+  double lowest = peak_of(run), highest = lowest;
+  std::optional<double> seconds = bounds.highest_seconds;
+  if (unknown.routers) {
+    const DryRun most = with(1, experts::DryLoad::Most);
+    highest = std::max(highest, peak_of(most));
+    if (most.time) bounds.highest_seconds = std::max(*bounds.highest_seconds, most.time->seconds);
+    lowest = std::min(lowest, peak_of(with(1, experts::DryLoad::Fewest)));
+  }
+  if (unknown.documents) {
+    const DryRun parts = with(kShortDocuments, unknown.routers ? experts::DryLoad::Fewest : experts::DryLoad::Even);
+    lowest = std::min(lowest, without_length(lowest, peak_of(parts)));
+    if (parts.time) seconds = std::min(*seconds, std::max(0.0, without_length(*seconds, parts.time->seconds)));
+  }
+  bounds.lowest_seconds = seconds;
+  bounds.lowest_peak = static_cast<int64_t>(lowest), bounds.highest_peak = static_cast<int64_t>(highest);
+  return bounds;
+}
+
+nlohmann::json to_json(const Bounds& bounds) {
+  nlohmann::json unknown = nlohmann::json::array();
+  if (bounds.unknown.documents) unknown.push_back("documents");
+  if (bounds.unknown.routers) unknown.push_back("routers");
+  nlohmann::json json = {{"unknown", unknown}, {"peak_bytes", {{"lowest", bounds.lowest_peak}, {"highest", bounds.highest_peak}}}};
+  if (bounds.lowest_seconds) json["step_s"] = {{"lowest", *bounds.lowest_seconds}, {"highest", *bounds.highest_seconds}};
+  return json;
+}
+
+std::string to_string(const Bounds& bounds, int64_t memory_limit) {
+  std::string what;
+  if (bounds.unknown.documents) what = "how long documents are (here each window is one)";
+  if (bounds.unknown.routers) what += (what.empty() ? "" : " and ") + std::string("which ranks' experts routers choose (here all alike)");
+  std::string text = fmt::format("not known before it runs is {}: the rank that needs most needs {} to {}", what, format_bytes(bounds.lowest_peak),
+                                 format_bytes(bounds.highest_peak));
+  if (bounds.lowest_seconds)
+    text += fmt::format(", and a step takes {} to {}", format_duration(*bounds.lowest_seconds), format_duration(*bounds.highest_seconds));
+  if (memory_limit > 0 && bounds.lowest_peak <= memory_limit && bounds.highest_peak > memory_limit) {
+    text += fmt::format("; the limit of {} lies between", format_bytes(memory_limit));
+  }
+  return text + "\n";
+}
+
+}  // namespace tessera::plan

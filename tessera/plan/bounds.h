@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "tessera/config/config.h"
+#include "tessera/plan/dry_run.h"
+
+namespace tessera::plan {
+
+/// What decides of a step's size and time and is not known before it runs: how long the documents are that a window packs, of which a plan takes each window
+/// for one, and how many tokens routers send to experts that are dealt over ranks, of which it takes as many for each.
+struct Unknowns {
+  bool documents = false, routers = false;
+  bool any() const { return documents || routers; }
+};
+Unknowns unknowns_of(const Config& config, int world);
+
+/// Between which the rank that needs most, and a step, come to lie, whatever documents and routers bring.
+struct Bounds {
+  Unknowns unknown{};
+  int64_t lowest_peak = 0, highest_peak = 0;  ///< bytes
+  std::optional<double> lowest_seconds{}, highest_seconds{};
+};
+
+/// Of documents a window is cut into so many for a plan that is to say what shorter ones take.
+constexpr int64_t kShortDocuments = 8;
+
+/// What a figure comes to where documents have no length, of what it is with whole windows and with kShortDocuments in each. Memory is the largest of sums that
+/// grow linearly with the length, a convex function, and what a line through two of its points says before both of them is never above it.
+double without_length(double whole, double parts);
+
+/// None where nothing is unknown. Costs up to three dry runs beside `run`, which is that of `config`.
+std::optional<Bounds> find_bounds(const Config& config, const DryRun& run, const DryRunOptions& options);
+
+nlohmann::json to_json(const Bounds& bounds);
+/// One line; says so where the highest is beyond `memory_limit` (0: none).
+std::string to_string(const Bounds& bounds, int64_t memory_limit);
+
+}  // namespace tessera::plan
