@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <filesystem>
 #include <iostream>
 #include <string>
 #include <string_view>
@@ -72,6 +73,8 @@ extern "C" int tessera_command(int argc, char** argv) {
     fail(Failure::Config, e.what());
   } catch (const tessera::CommError& e) {
     fail(Failure::Comm, e.what());
+  } catch (const std::filesystem::filesystem_error& e) {
+    fail(Failure::Other, e.path1().string() + ": " + e.code().message());
   } catch (const c10::Error& e) {
     fail(Failure::Other, e.what_without_backtrace());
   } catch (const std::exception& e) {

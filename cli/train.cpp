@@ -183,7 +183,7 @@ void write_text(const std::filesystem::path& file, const std::string& text, bool
 void save_config(const Config& config, bool strict) {
   const auto file = std::filesystem::path(config.log.dir) / "config.toml";
   std::error_code error;
-  if (std::filesystem::exists(file, error) && !is_saved_config(file)) {
+  if (std::filesystem::exists(file, error) && (!std::filesystem::is_regular_file(file, error) || !is_saved_config(file))) {
     const auto aside = name_aside(file, "kept");
     std::filesystem::rename(file, aside, error);
     require(!error, "log.dir = ", config.log.dir, ": config.toml there was not saved by a run of this build, and cannot be kept as ", aside.filename().string(),

@@ -31,7 +31,12 @@ std::vector<nlohmann::json> gather_json(const comm::Group& group, const nlohmann
   std::vector<nlohmann::json> all;
   for (int rank = 0; rank < group.size(); ++rank) {
     const uint8_t* const begin = texts.const_data_ptr<uint8_t>() + rank * longest;
-    all.push_back(nlohmann::json::parse(begin, begin + lengths[rank].item<int64_t>()));
+    const int64_t length = lengths[rank].item<int64_t>();
+    auto told = nlohmann::json::parse(begin, begin + std::clamp<int64_t>(length, 0, longest), nullptr, /*allow_exceptions=*/false);
+    if (told.is_discarded()) {
+      throw CommError(detail::concat("what rank ", rank, " of group ", group.name(), " says of its state arrived damaged (", length, " bytes that are no JSON)"));
+    }
+    all.push_back(std::move(told));
   }
   return all;
 }
@@ -45,6 +50,7 @@ std::vector<nlohmann::json> together(const comm::Group& group, const std::functi
   }
   std::vector<nlohmann::json> results;
   for (int rank = 0; auto& each : gather_json(group, outcome)) {
+    if (!each.is_object()) throw CommError(detail::concat("what rank ", rank, " of group ", group.name(), " says of its work arrived damaged"));
     if (each.contains("error")) throw Error(detail::concat("rank ", rank, ": ", each["error"].get<std::string>()));
     results.push_back(std::move(each["done"]));
     ++rank;

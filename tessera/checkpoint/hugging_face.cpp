@@ -38,6 +38,7 @@ void refuse_other_numbers(const HuggingFaceConfig& config) {
   };
   refuse("quantization_config", "quantized weights are not supported; give the weights as fp32, fp16 or bf16, without it");
   config.expect("partial_rotary_factor", 1.0, 1.0);
+  config.expect("is_causal", true, true);
 }
 
 template <class T>

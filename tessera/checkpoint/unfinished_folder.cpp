@@ -52,6 +52,7 @@ int open_folder(const std::filesystem::path& path) { return ::open(path.c_str(),
 }  // namespace
 
 UnfinishedFolder::UnfinishedFolder(const std::filesystem::path& whole) : whole_(std::filesystem::absolute(whole).lexically_normal()) {
+  if (!whole_.has_filename()) whole_ = whole_.parent_path();  // "folder/"
   std::error_code error;
   std::filesystem::create_directories(whole_.parent_path(), error);
   if (!error) remove_leftovers();

@@ -78,7 +78,7 @@ std::optional<std::string> toml_of(const T& field, const FieldRule& rule) {
   }
 }
 
-std::string values_column(std::string_view type, const FieldRule& rule) {
+std::string values_column(std::string_view name, std::string_view type, const FieldRule& rule) {
   std::string listed;
   for (const auto& choice : detail::split_choices(rule.choices)) listed += (listed.empty() ? "`" : ", `") + choice + "`";
   if (rule.number) return listed + ", a number";
@@ -157,7 +157,7 @@ std::string configuration_markdown() {
     std::decay_t<decltype(fields)>::for_each_field(fields, [&](const char* name, const auto& field, const FieldRule& rule, std::string_view doc) {
       const auto value = toml_of(field, FieldRule{});
       out << "| " << name << " | " << (value ? "`" + *value + "`" : std::string(rule.unset)) << " | "
-          << values_column(detail::type_name<std::decay_t<decltype(field)>>(), rule) << " | " << doc << (rule.per_rank ? " Per rank." : "") << " |\n";
+          << values_column(name, detail::type_name<std::decay_t<decltype(field)>>(), rule) << " | " << doc << (rule.per_rank ? " Per rank." : "") << " |\n";
     });
   });
   return std::move(out).str();

@@ -34,7 +34,9 @@ PartialFile::~PartialFile() {
 
 void PartialFile::commit() {
   invariant(held_, "commit of ", partial_.string(), " without its lock");
-  std::filesystem::rename(partial_, path_);
+  std::error_code error;
+  std::filesystem::rename(partial_, path_, error);
+  require(!error, path_.string(), ": cannot be written in place of what is there: ", error.message(), "; move it elsewhere, or choose another path");
   held_ = false;
 }
 

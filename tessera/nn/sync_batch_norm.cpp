@@ -43,9 +43,9 @@ Statistics statistics_of(const comm::Group& group, const at::Tensor& rows) {
   const at::Tensor all = at::empty({group.size(), 2 * channels + 1}, mine.options());
   comm::all_gather(group, all, mine);
   const at::Tensor means = all.narrow(1, 0, channels), counts = all.narrow(1, 2 * channels, 1);
-  const at::Tensor count = counts.sum(0), common = (means * counts).sum(0) / count;
+  const at::Tensor count = counts.sum(0), some = count.clamp_min(1), common = (means * counts).sum(0) / some;
   const at::Tensor spread = all.narrow(1, channels, channels).sum(0) + ((means - common).square() * counts).sum(0);
-  return {common, spread / count, count};
+  return {common, spread / some, count};
 }
 
 struct GroupHolder : torch::CustomClassHolder {
@@ -70,7 +70,7 @@ struct NormalizeFunction : AutogradFunction<NormalizeFunction> {
     const auto holder = c10::static_intrusive_pointer_cast<GroupHolder>(context->saved_data["group"].toCapsule());
     const at::Tensor sums = at::cat({dy.sum(0), (dy * normalized).sum(0)});
     comm::all_reduce(holder->group, sums);
-    const auto means = (sums / count).chunk(2);
+    const auto means = (sums / count.clamp_min(1)).chunk(2);
     const at::Tensor d_rows = (dy - means[0] - normalized * means[1]) * rstd;
     return once_differentiable("SyncBatchNorm", "torch::nn::BatchNorm has one, by the samples of one rank; in eval mode this module has, too", grads,
                                {d_rows, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()});
@@ -111,13 +111,14 @@ bool SyncBatchNormImpl::reset_buffers() {
   return true;
 }
 
-/// The running variance is the unbiased one, as torch keeps it.
+/// The running variance is the unbiased one, as torch keeps it. A batch that is empty on all ranks says nothing.
 void SyncBatchNormImpl::track(const at::Tensor& mean, const at::Tensor& variance, const at::Tensor& count) {
   const at::NoGradGuard no_grad;
   num_batches_tracked.add_(1);
   const at::Tensor part = options.momentum() ? at::full({}, *options.momentum(), mean.options()) : num_batches_tracked.to(mean.scalar_type()).reciprocal();
-  running_mean.add_((mean - running_mean) * part);
-  running_var.add_((variance * (count / (count - 1).clamp_min(1)) - running_var) * part);
+  const at::Tensor weight_of_batch = part * (count > 0).to(part.scalar_type());
+  running_mean.add_((mean - running_mean) * weight_of_batch);
+  running_var.add_((variance * (count / (count - 1).clamp_min(1)) - running_var) * weight_of_batch);
 }
 
 at::Tensor SyncBatchNormImpl::forward(const at::Tensor& x) {
@@ -128,6 +129,9 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& x) {
   at::Tensor normalized;
   if (is_training() || !options.track_running_stats()) {
     const auto [mean, variance, count] = statistics_of(group_, rows);
+    // As torch::nn::BatchNorm; a device would have to be waited for.
+    require(!count.is_cpu() || count.item<double>() != 1, "SyncBatchNorm '", path(),
+            "': one value per channel on all ranks together has no variance; give it more samples, or set eval()");
     if (at::GradMode::is_enabled()) group_.in_backward().by_graphs = true;
     if (is_training() && options.track_running_stats()) track(mean, variance, count);
     normalized = NormalizeFunction::apply(rows, mean, at::rsqrt(variance + options.eps()), count, c10::make_intrusive<GroupHolder>(group_));

@@ -15,8 +15,9 @@ Crossings chain(int stages) {
 void check_crossings(const Crossings& crossings, int stages) {
   std::map<int, std::map<int, int>> inputs;  // of each stage: how often each is named
   for (const auto& crossing : crossings) {
-    invariant(0 <= crossing.from && crossing.from < crossing.to && crossing.to < stages, "a value crosses from stage ", crossing.from, " to stage ",
-              crossing.to, " of ", stages);
+    require(crossing.to < stages, "pipeline: a value crosses from stage ", crossing.from, " to stage ", crossing.to, ", and the schedule has ", stages,
+            "; make one of as many stages as the model has");
+    invariant(0 <= crossing.from && crossing.from < crossing.to, "a value crosses from stage ", crossing.from, " to stage ", crossing.to);
     ++inputs[crossing.to][crossing.input];
   }
   for (const auto& [stage, numbers] : inputs) {

@@ -443,7 +443,9 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   if (config.zero.stage == 0 && streamed) synchronize_replicas(config, mesh, resume, sums, run);
   if (streamed) stream_gradients(sums, run);
   // Before there is an optimizer: master weights begin as the weights are.
-  const bool from_files = device != at::kMeta && !resume && (!config.model.from_hf.empty() || !config.lora.from_peft.empty());
+  // Where a checkpoint may lack some, those begin as they would without it.
+  const bool wanted = !resume || !config.checkpoint.partial.empty();
+  const bool from_files = device != at::kMeta && wanted && (!config.model.from_hf.empty() || !config.lora.from_peft.empty());
   if (from_files) load_starting_weights(config, *run.model);
   if (from_files && run.host != nullptr) run.host->follow();
   {

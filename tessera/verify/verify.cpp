@@ -51,7 +51,11 @@ Config reference_of(Config config) {
   config.pipeline = {};
   // Tiles sum a weight's gradient in parts: under run.deterministic, where bits are compared, they are a part of the arithmetic.
   config.recompute = {.ffn_tile = config.run.deterministic ? config.recompute.ffn_tile : 0};
+  // A delayed update computes with other weights on purpose, on one device as on many.
+  const bool delayed = config.offload.delayed_update;
   config.offload = {};
+  if (delayed) config.offload.optimizer = "host";
+  config.offload.delayed_update = delayed;
   return config;
 }
 

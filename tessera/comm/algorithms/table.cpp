@@ -69,7 +69,8 @@ std::vector<TableRow> read_table(const std::filesystem::path& file) {
         continue;
       rows.push_back(json.get<TableRow>());
     } catch (const std::exception& error) {
-      throw ConfigError(detail::concat("comm.table = ", file.string(), ", line ", number, ": ", error.what(),
+      const auto* const damaged = dynamic_cast<const nlohmann::json::exception*>(&error);
+      throw ConfigError(detail::concat("comm.table = ", file.string(), ", line ", number, ": ", damaged ? json_reason(*damaged) : error.what(),
                                        "; the table is damaged: write it anew with `tessera bench comm --json`, or remove the line"));
     }
   }
