@@ -163,6 +163,14 @@ TEST(Several, KnowsWhichOfThemUpdateOnTheHost) {
     if (on_host) EXPECT_GT(memory.host_by_category()[static_cast<size_t>(MemoryCategory::Optimizer)], 0);
     EXPECT_EQ(several.state_to_save().size(), several.state().size());
     EXPECT_EQ(several.state_at_hand().size(), several.state().size());
+    std::map<std::string, int64_t> counts;
+    for (int step = 1; step < 3; ++step) {
+      counts = several.update_counts();
+      draw_gradients(here, step), draw_gradients(there, step);
+      several.step(1e-2);
+    }
+    several.take_back_count();
+    EXPECT_EQ(several.update_counts(), counts);
   }
 }
 
