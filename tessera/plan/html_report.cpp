@@ -30,10 +30,11 @@ constexpr std::string_view kStyle = R"(
 @media (prefers-color-scheme: dark) { :root { --paper: #16181c; --ink: #e4e4e4; --faint: #a4a8ae; --line: #3c4148; --band: #22262c; } }
 body { margin: 0 auto; padding: 1.5rem; max-width: 1120px; font: 15px/1.5 system-ui, sans-serif; background: var(--paper); color: var(--ink); }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; } p { max-width: 75ch; }
-figure { margin: .8rem 0; overflow-x: auto; } figcaption, .faint { color: var(--faint); font-size: .9em; }
+figure { margin: .8rem 0; overflow-x: auto; } figure svg { max-width: 100%; height: auto; } figcaption, .faint { color: var(--faint); font-size: .9em; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; } caption { text-align: left; color: var(--faint); font-size: .9em; }
 th, td { padding: .2rem .7rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child, .words td, .words th { text-align: left; } .wide { overflow-x: auto; }
+.links td:nth-child(4), .layouts td:nth-child(2), .layouts th:nth-child(2), .links th:nth-child(4) { text-align: left; white-space: normal; }
 .verdict { font-weight: 600; } .no { color: #d55e00; }
 svg text[fill="#222222"] { fill: var(--ink); } svg text[fill="#666666"] { fill: var(--faint); } svg line[stroke="#222222"] { stroke: var(--ink); }
 svg rect[fill="#ffffff"] { fill: var(--paper); } svg rect[fill="#f2f2f2"], svg rect[fill="#f3f3f3"] { fill: var(--band); }
@@ -171,7 +172,7 @@ std::string draw_curve(const MemoryHistory& history, const DryRun& run, bool tim
     svg.text(left - 6, y(bytes) + 4, format_bytes(static_cast<int64_t>(bytes)), {.size = 11, .color = "#666666", .anchor = "end"});
   }
   for (const double part : {0.0, 0.25, 0.5, 0.75, 1.0}) {
-    const std::string text = timed ? format_duration(part * history.seconds) : fmt::format("{:.0f} operators", part * history.seconds);
+    const std::string text = part == 0 ? "0" : timed ? format_duration(part * history.seconds) : fmt::format("{:.0f} operators", part * history.seconds);
     svg.text(x(part * history.seconds), top + height + 16, text, {.size = 11, .color = "#666666", .anchor = part == 1 ? "end" : "middle"});
   }
   std::vector<double> below(points.size(), 0);
@@ -296,7 +297,7 @@ std::string traffic(const Reported& reported) {
   return figure(draw_traffic(axes), "Bytes that a rank sends in a step over each axis of the mesh",
                 "Bytes that a rank sends in a step, of the rank that sends most.") +
          "<details" + (rows.size() > 12 ? "" : " open=\"open\"") + "><summary>Every collective</summary>\n" +
-         table({"ranks", "operation", "axis", "link", "calls", "type", "of the whole", "sent", "bytes sent"}, rows) + "</details>\n";
+         table({"ranks", "operation", "axis", "link", "calls", "type", "of the whole", "sent", "bytes sent"}, rows, "links") + "</details>\n";
 }
 
 // ---- layout
@@ -316,8 +317,10 @@ std::string layout(const Reported& reported) {
     if (const auto text = detail::value_text(config, key)) rows.push_back({key, *text});
   }
   const EffectiveBatch& batch = reported.run.batch;
-  rows.push_back({"effective batch", fmt::format("{} a rank x {} data ranks x {} micro-batches = {} sequences, {} tokens", batch.per_rank, batch.data_ranks,
-                                                 batch.accumulation, batch.global, reported.run.tokens_per_step)});
+  const auto counted = [](int64_t count, const char* one, const char* more) { return fmt::format("{} {}{}", count, one, count == 1 ? "" : more); };
+  rows.push_back(
+      {"effective batch", fmt::format("{} a rank x {} x {} = {}, {} tokens", batch.per_rank, counted(batch.data_ranks, "data rank", "s"),
+                                      counted(batch.accumulation, "micro-batch", "es"), counted(batch.global, "sequence", "s"), reported.run.tokens_per_step)});
   std::string out = table({"setting", "value"}, rows, "words");
   for (const auto& remark : reported.run.remarks) out += paragraph("train would refuse this: " + remark);
   return out;
@@ -332,7 +335,7 @@ std::string searched(const LayoutSearch& search) {
   }
   std::string out = paragraph(fmt::format("{} layouts are possible, {} of them too large by their state alone; {} were run dry.", search.possible,
                                           search.too_large, search.ranked.size())) +
-                    table({"", "layout", "memory", "bytes", "fits", "step (s)", "of the peak rate"}, rows);
+                    table({"", "layout", "memory", "bytes", "fits", "step (s)", "of the peak rate"}, rows, "layouts");
   if (!search.losing.empty()) {
     rows.clear();
     for (const Loses& loses : search.losing) rows.push_back({loses.what, loses.reason});
@@ -357,7 +360,7 @@ std::string scaled(const Scaling& scaling) {
   return out +
          figure(svg_of(curves_of(scaling)), "Seconds of a step, and tokens per second and rank, over ranks",
                 "The same step in the best layout of each number of ranks, without and with sequences that are cut.") +
-         table({"ranks", "layout", "memory", "step (s)", "tokens/s/rank"}, rows);
+         table({"ranks", "layout", "memory", "step (s)", "tokens/s/rank"}, rows, "layouts");
 }
 
 bool has_room(const Reported& reported) {
@@ -416,7 +419,7 @@ std::optional<schedules::Drawing> drawing_of(const DryRun& run) {
   costs.communication *= ms;
   auto timeline = simulate(schedule, costs);
   const std::string name = run.pipeline.actions.actions.empty()
-                               ? fmt::format("{} micro-batches of one rank", schedule.micro_batches)
+                               ? fmt::format("{} micro-batch{} of one rank", schedule.micro_batches, schedule.micro_batches == 1 ? "" : "es")
                                : fmt::format("{}, {} ranks, {} micro-batches", schedule.name, schedule.ranks(), schedule.micro_batches);
   return schedules::Drawing{.title = "planned: " + name, .schedule = std::move(schedule), .timeline = std::move(timeline), .unit = " ms"};
 }

@@ -21,7 +21,7 @@ PICTURES = """
     const overlaps = [];
     texts.forEach(([a, here], i) => texts.slice(i + 1).forEach(([b, there]) => { if (inner(here, there)) overlaps.push(a + ' | ' + b); }));
     return {
-      width: frame.width, height: frame.height, shapes: shapes.filter(s => s.width + s.height > 0).length, texts: texts.length, overlaps,
+      width: frame.width, height: frame.height, right: frame.right, shapes: shapes.filter(s => s.width + s.height > 0).length, texts: texts.length, overlaps,
       outside: texts.filter(([t, r]) => r.left < frame.left - 1 || r.right > frame.right + 1 || r.bottom > frame.bottom + 2 || r.top < frame.top - 2).map(([t]) => t)
     };
   })
@@ -45,6 +45,8 @@ class ReportTest(SystemTest):
             self.assertEqual(page.evaluate("document.querySelectorAll('script:not([type=\"application/json\"])').length"), 0)
             self.assertIn("world", json.loads(page.evaluate("document.getElementById('plan').textContent")))
             found = {section["id"]: section for section in page.evaluate(PICTURES)}
+            wide = "[...document.querySelectorAll('.wide')].filter(table => table.scrollWidth > table.clientWidth + 1).map(table => table.textContent.slice(0, 60))"
+            self.assertEqual(page.evaluate(wide), [], "a reader would have to scroll")
             self.assertEqual(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), True, "the page is wider than the window")
             ink, paper = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
             page.screenshot(path.with_suffix(".dark.png" if dark else ".png"))
@@ -57,6 +59,7 @@ class ReportTest(SystemTest):
                 self.assertGreater(section["rows"] + len(section["pictures"]) + section["words"], 0)
                 for picture in section["pictures"]:
                     self.assertGreater(min(picture["width"], picture["height"]), 40)
+                    self.assertLess(picture["right"], 1200, "a reader would have to scroll")
                     self.assertGreater(min(picture["shapes"], picture["texts"]), 1)
                     self.assertEqual(picture["overlaps"], [])
                     self.assertEqual(picture["outside"], [])

@@ -127,7 +127,8 @@ void draw(Svg& svg, const Drawing& drawing, double scale, double top) {
     svg.text(kLeft + scale * makespan_of(drawing.timeline) + 8, row + kRow / 2 + 4, fmt::format("{:.3g}", measures.peak_activations[rank]), {.size = 12});
   }
   svg.text(kLeft, top + kRow * drawing.schedule.ranks() + 16,
-           fmt::format("makespan {:.4g}{}, bubble {:.1f}% of it; peak: activations in micro-batches of a rank's whole share", measures.makespan, drawing.unit,
+           fmt::format("makespan {}{}, bubble {:.1f}% of it; peak: activations in micro-batches of a rank's whole share",
+                       measures.makespan < 1e4 ? fmt::format("{:.4g}", measures.makespan) : fmt::format("{:.0f}", measures.makespan), drawing.unit,
                        100 * measures.bubble_fraction),
            {.size = 11, .color = kGray});
 }
