@@ -30,8 +30,8 @@ struct OutputPlan {
   bool operator==(const OutputPlan&) const = default;
 };
 
-/// Carries what the workers of one attempt write. One thread; a line costs two system calls more than without it. A file that takes no more, on a full disk, is
-/// named once in a warning, and the console still gets everything.
+/// Carries what the workers of one attempt write. One thread; a line costs three system calls more than without it. A file that takes no more, on a full disk,
+/// is named once in a warning, and the console still gets everything; so is a console that takes nothing, and the job goes on.
 class Output {
  public:
   Output();
@@ -44,17 +44,24 @@ class Output {
   /// Throws ConfigError where a file cannot be written.
   std::array<int, 2> open(int rank, const OutputPlan& plan);
 
+  /// The job is being ended: a console that takes nothing for some seconds does not hold that up, and what it had not taken is lost, which a warning says.
+  void hurry();
+
   /// The last lines that `rank` wrote to standard error, or else to standard output, as far as they were captured.
   std::string last_lines(int rank);
 
  private:
   struct Stream;
   void carry();
-  static bool drain(Stream& stream);
+  /// Who is in the midst of a line, by console: lines of several ranks must not mix.
+  using Speakers = std::array<const Stream*, 3>;
+  static bool drain(Stream& stream, bool all);
+  void show_the_rest();
 
   std::mutex mutex_;
+  Speakers speakers_{};
   std::vector<std::unique_ptr<Stream>> streams_;
-  std::atomic<bool> ending_ = false;
+  std::atomic<bool> ending_ = false, hurried_ = false;
   Wake wake_;
   std::thread thread_;
 };

@@ -1,5 +1,6 @@
 #include "tessera/launch/signals.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -103,6 +104,13 @@ std::optional<int> CaughtSignals::wait(const Wake& wake, std::chrono::millisecon
   silence_bell(bell);
   const int signal = arrived.exchange(0);
   return signal != 0 ? std::optional(signal) : std::nullopt;
+}
+
+bool CaughtSignals::one_waits() {
+  sigset_t pending;
+  sigemptyset(&pending);
+  sigpending(&pending);
+  return arrived != 0 || std::ranges::any_of(kSignals, [&](int signal) { return signal != SIGCHLD && sigismember(&pending, signal) == 1; });
 }
 
 void CaughtSignals::restore_defaults() {

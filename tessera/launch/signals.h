@@ -38,6 +38,9 @@ class CaughtSignals {
   /// Until a signal comes, `wake` rings or `patience` is over. Returns a signal other than SIGCHLD if one came. From the thread that made the object.
   std::optional<int> wait(const Wake& wake, std::chrono::milliseconds patience) const;
 
+  /// Whether one but SIGCHLD has come that nobody has asked for yet. From any thread.
+  static bool one_waits();
+
   /// For a child between fork and exec: what it does when a signal comes is not ours.
   static void restore_defaults();
 

@@ -53,9 +53,11 @@ bool Workers::running() const {
   return std::ranges::any_of(workers_, [](const Worker& worker) { return worker.pid > 0; });
 }
 
-void Workers::send(int signal) const {
+void Workers::send(int signal) {
   for (const Worker& worker : workers_) {
-    if (worker.pid > 0) kill(-worker.pid, signal);
+    if (worker.pid <= 0) continue;
+    kill(-worker.pid, signal);
+    output_.hurry();
   }
 }
 

@@ -34,7 +34,7 @@ class Workers {
   bool running() const;
 
   /// To every worker that runs, and what it started: each is a process group.
-  void send(int signal) const;
+  void send(int signal);
 
   /// Those that have ended since the last call.
   std::vector<Ending> reap();

@@ -518,6 +518,47 @@ TEST(TrainingTensors, OptimizerComesBack) {
   EXPECT_THROW(restore_optimizer(nlohmann::json(3), *loaded), ConfigError);
 }
 
+/// Ranks of which each has a part of the model: how often a part was updated is known on its rank alone.
+TEST(TrainingTensors, OfStagesAreThoseOfTheWholeAndBack) {
+  const TemporaryFolder folder;
+  struct Part : torch::nn::Module {
+    explicit Part(const std::vector<std::string>& names) {
+      for (const auto& name : names) register_module(name, torch::nn::Linear(3, 3));
+    }
+  };
+  const auto step = [](const torch::nn::Module& model, optim::Optimizer& optimizer) {
+    for (const auto& parameter : nn::unique_parameters(model)) at::Tensor(parameter.tensor).mutable_grad() = at::ones_like(parameter.tensor);
+    optimizer.step(0.1);
+  };
+  const std::vector<std::string> names{"first", "second"};
+  comm::run_ranks(2, [&](comm::World& world) {
+    const Part part({names[static_cast<size_t>(world.rank())]});
+    const auto optimizer = optim::make_optimizer(OptimConfig(), nn::unique_parameters(part));
+    step(part, *optimizer);
+    save(folder.path(), 1, part, *optimizer, world.group());
+  });
+  const auto saved = *find_latest(folder.path()).folder;
+  const Part whole(names);
+  const auto optimizer = optim::make_optimizer(OptimConfig(), nn::unique_parameters(whole));
+  load(saved, whole, *optimizer);
+  for (const auto& [name, count] : optimizer->update_counts()) EXPECT_EQ(count, 1) << name;
+
+  const Part second({"second"});
+  const auto of_second = optim::make_optimizer(OptimConfig(), nn::unique_parameters(second));
+  EXPECT_THAT([&] { load(saved, second, *of_second); }, ThrowsMessage<ConfigError>(HasSubstr("extra model.first.weight")));
+  LoadOptions options;
+  for (const auto& [name, stored] : read_manifest(saved).tensors) options.expected.push_back(name);
+  load(saved, second, *of_second, options);
+  EXPECT_EQ(of_second->update_counts(), (std::map<std::string, int64_t>{{"second.bias", 1}, {"second.weight", 1}}));
+  EXPECT_TRUE(at::equal(second.named_parameters()["second.weight"], whole.named_parameters()["second.weight"]));
+
+  const Part more({"first", "second", "third"});
+  const auto of_more = optim::make_optimizer(OptimConfig(), nn::unique_parameters(more));
+  const at::Tensor before = more.named_parameters()["first.weight"].detach().clone();
+  EXPECT_THAT([&] { load(saved, more, *of_more); }, ThrowsMessage<ConfigError>(HasSubstr("third.weight")));
+  EXPECT_TRUE(at::equal(more.named_parameters()["first.weight"], before));
+}
+
 /// A parameter that was frozen has no state in the checkpoint, and had none to go on with.
 TEST(TrainingTensors, GoBackToBeforeAParameterWasTrained) {
   const TemporaryFolder folder;

@@ -183,6 +183,14 @@ TEST(Convert, OfTwoAtOnceOneIsWholeAndTheOtherIsRefused) {
   for (const auto& entry : fs::directory_iterator(folder.path())) EXPECT_FALSE(entry.path().filename().string().starts_with(".tmp")) << entry.path();
 }
 
+TEST(Convert, TakesAFolderWithASlashBehindIt) {
+  const TemporaryFolder folder;
+  const auto model = small("llama", false);
+  const auto checkpoint = saved(folder / "run", draw(model), 1);
+  export_hugging_face(checkpoint, model, folder / "hf/");
+  EXPECT_TRUE(fs::exists(folder / "hf" / "config.json"));
+}
+
 TEST(Convert, RemovesWhatAKilledOneLeftAndNothingElse) {
   const TemporaryFolder folder;
   const auto model = small("llama", false);

@@ -109,6 +109,18 @@ TEST(HuggingFaceMixtral, ReadsTheConfiguration) {
   EXPECT_EQ(model.experts_per_token, 2);
   EXPECT_EQ(model.ffn_dim, kFfn);
   EXPECT_EQ(model.sliding_window, 0);
+  Config again;
+  again.model.from_hf = (folder / "hf").string();
+  auto no_theta = mixtral_config();
+  no_theta.erase("rope_theta");
+  for (const auto& rope : {nlohmann::json(), nlohmann::json{{"rope_type", "default"}}}) {
+    no_theta["rope_parameters"] = rope;
+    write_all(folder / "hf" / "config.json", no_theta.dump());
+    EXPECT_EQ(read_hugging_face_config(again).rope_theta, 1e6) << rope;
+  }
+  no_theta["rope_parameters"] = {{"rope_type", "default"}, {"rope_theta", 7.0}};
+  write_all(folder / "hf" / "config.json", no_theta.dump());
+  EXPECT_EQ(read_hugging_face_config(again).rope_theta, 7);
   auto jitter = mixtral_config();
   jitter["router_jitter_noise"] = 0.1;
   write_all(folder / "hf" / "config.json", jitter.dump());

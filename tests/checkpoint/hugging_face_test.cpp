@@ -155,6 +155,7 @@ TEST(HuggingFaceConfigFile, RefusesByName) {
   for (const auto& config : {llama_config(), gpt2_config()}) {
     expect_refused(config, "sliding_window", 4, "sliding_window = 4");
     expect_refused(config, "partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5");
+    expect_refused(config, "is_causal", false, "is_causal = false");
     expect_refused(config, "quantization_config", {{"bits", 4}}, "quantization_config = {\"bits\":4}");
   }
   expect_refused(llama_config(), "sliding_window", 4, "MistralForCausalLM");

@@ -112,6 +112,7 @@ TEST_F(Peft, RefusesAdaptersThatAreBroken) {
   with("target_modules", {"k_proj"}, "does not name 'model.layers.0.self_attn.q_proj'");
   with("target_modules", 7, "neither a list nor a string");
   with("layers_to_transform", {0}, "layers_to_transform = [0] is not supported");
+  with("alora_invocation_tokens", {1, 2}, "alora_invocation_tokens = [1,2] is nothing that plain LoRA has");
   with("init_lora_weights", "pissa", "init_lora_weights = \"pissa\" is not supported: it changes the model's weights, too");
 
   nlohmann::json by_its_end = sound;

@@ -113,6 +113,23 @@ TEST(SyncBatchNorm, RefusesOtherChannels) {
   EXPECT_THAT([&] { norm(at::zeros({2, kChannels + 1})); }, ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("must be [samples, 3, ...]")));
 }
 
+TEST(SyncBatchNorm, ABatchThatIsEmptyEverywhereSaysNothingAndOneValueIsRefused) {
+  comm::run_ranks(2, [&](comm::World& world) {
+    SyncBatchNorm norm(kChannels);
+    norm->synchronize(world.group());
+    norm(values({3, kChannels}, "x"));
+    const at::Tensor mean = norm->running_mean.clone(), variance = norm->running_var.clone();
+    const at::Tensor none = values({0, kChannels}, "x").requires_grad_();
+    norm(none).sum().backward();
+    EXPECT_TRUE(at::equal(norm->running_mean, mean));
+    EXPECT_TRUE(at::equal(norm->running_var, variance));
+    EXPECT_FALSE(at::isnan(norm->weight.grad()).any().item<bool>());
+    if (!mean.is_cpu()) return;
+    EXPECT_THAT([&] { norm(values({1 - world.rank(), kChannels}, "x")); },
+                ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("one value per channel on all ranks together has no variance")));
+  });
+}
+
 TEST(SyncBatchNorm, HasNoSecondDerivativeInTrainingAndSaysSo) {
   SyncBatchNorm norm(kChannels);
   const at::Tensor x = values({4, kChannels}, "x").requires_grad_();

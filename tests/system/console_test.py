@@ -73,6 +73,23 @@ class Console(SystemTest):
         self.assertEqual(job.wait(timeout=60), 0)
         self.assertTrue((self.folder / "ended").exists())
 
+    def test_a_console_that_takes_nothing_is_named_and_holds_up_no_end(self):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([TESSERA, "run", "--prefix", "--", "echo", "hi"], env=environment(), timeout=60, stdout=full, stderr=subprocess.PIPE, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("standard output: not all that rank 0 writes gets there (No space left on device)", done.stderr)
+        script = f"touch {self.folder / 'begun'}; yes"
+        command = [TESSERA, "run", "--nproc-per-node", "2", "--prefix", "--grace", "1", "--", "sh", "-c", script]
+        job = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        until = time.time() + 60
+        while time.time() < until and not (self.folder / "begun").exists():
+            time.sleep(0.1)
+        time.sleep(1)  # until its pipe is full
+        job.terminate()
+        self.assertEqual(job.wait(timeout=60), 1)
+        self.assertIn("nobody reads it", job.stderr.read())
+        job.stdout.close()
+
     def test_a_second_live_run_in_a_log_folder_is_refused(self):
         log = self.folder / "shared"
         command = [TESSERA, "train", self.recipe, "--set", f"log.dir={log}", "--set"]

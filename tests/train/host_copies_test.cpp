@@ -2,6 +2,8 @@
 // libtorch's) writes the model's parameters, and the copies have to follow, also where what they are copies of are parts of buckets, with counters of their
 // own.
 
+#include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,6 +11,7 @@
 #include <c10/core/GradMode.h>
 #include <gtest/gtest.h>
 
+#include "tessera/checkpoint/torch_optimizer.h"
 #include "tessera/comm/testing.h"
 #include "tessera/offload/host_gradients.h"
 #include "tessera/offload/host_optimizer.h"
@@ -108,6 +111,41 @@ TEST(HostCopies, FollowWhoWritesTheModelsParameters) {
       if (technique != "fsdp") expect_bits(streamed(ranks, technique), expected);
     }
   }
+}
+
+/// What was saved without a delay is where a delayed run goes on from; what was under way when it was loaded is lost.
+TEST(HostCopies, ADelayedUpdateGoesOnFromWhatIsLoaded) {
+  const std::string folder = ::testing::TempDir() + "host_copies";
+  const auto on_one = [](const std::function<void(Net&, optim::Optimizer&)>& use, bool delayed) {
+    Net net;
+    HostOptimizer optimizer(nn::unique_parameters(net), at::kCPU, adamw_of, HostOptimizer::kPieceBytes, delayed);
+    use(net, optimizer);
+  };
+  const auto step = [](Net& net, optim::Optimizer& optimizer, int number) {
+    net.zero_grad();
+    const Batch batch = whole_batch(samples, number);
+    loss_of(net.forward(batch.x), batch.y, samples).backward();
+    optimizer.step(1e-2);
+  };
+  std::vector<at::Tensor> saved;
+  std::filesystem::path checkpoint;
+  on_one(
+      [&](Net& net, optim::Optimizer& optimizer) {
+        for (const int number : {0, 1}) step(net, optimizer, number);
+        checkpoint = checkpoint::save(folder, 2, net, optimizer, comm::Group::self());
+        saved = values_of(net);
+      },
+      false);
+  on_one(
+      [&](Net& net, optim::Optimizer& optimizer) {
+        for (const int number : {5, 6, 7}) step(net, optimizer, number);
+        checkpoint::load(checkpoint, net, optimizer);
+        EXPECT_TRUE(same_bits(values_of(net), saved));
+        step(net, optimizer, 2);  // begins an update, and shows none
+        EXPECT_TRUE(same_bits(values_of(net), saved));
+      },
+      true);
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace
