@@ -298,6 +298,7 @@ TEST(FullyShard, OrdersThatDifferByRankAreRefusedOverPassesAndWrappers) {
     Factors() : user(8, 4), item(8, 4) {
       register_module("user", user);
       register_module("item", item);
+      for (const auto& each : named_parameters()) each.value().data().copy_(random_tensor({8, 4}, each.key()));
     }
     at::Tensor loss(bool more) {
       const at::Tensor ids = at::arange(4), a = user(ids), b = item(ids + 2), c = user(ids + 3);
