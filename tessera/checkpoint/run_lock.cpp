@@ -84,9 +84,16 @@ bool RunLock::try_lock() {
                                      "; name a folder that can, or leave checkpoint.dir out"));
   };
   for (;;) {
-    descriptor_ = ::open(file_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    descriptor_ = ::open(file_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
     if (descriptor_ < 0) refuse(errno);
     const Holder before = read_holder(descriptor_);
+    char first = '{';  // of ours, though it be cut; a disk that failed may have left zeros
+    if (::pread(descriptor_, &first, 1, 0) == 1 && first != '{' && first != '\0') {
+      ::close(std::exchange(descriptor_, -1));
+      throw ConfigError(detail::concat("checkpoint.dir = ", dir_.string(),
+                                       ": .lock in it is no run's, which would be written over; move it elsewhere, or name "
+                                       "another checkpoint.dir"));
+    }
     const int failed = ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
     if (failed == EWOULDBLOCK) return false;
     if (failed != 0) {

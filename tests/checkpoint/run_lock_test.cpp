@@ -59,6 +59,18 @@ TEST(RunLock, WhatAnotherHostLeftIsTakenOverAndSaid) {
   EXPECT_THAT(RunLock(folder.path()).remarks(), IsEmpty());
 }
 
+TEST(RunLock, AFileOfTheUsersIsLeftAloneAndALinkIsNotFollowed) {
+  const TemporaryFolder folder;
+  const auto lock = folder / ".lock", elsewhere = folder / "elsewhere";
+  write_all(lock, "mine");
+  EXPECT_THAT([&] { RunLock taken(folder.path()); }, ThrowsMessage<ConfigError>(HasSubstr(".lock in it is no run's")));
+  EXPECT_EQ(std::filesystem::file_size(lock), 4u);
+  std::filesystem::remove(lock);
+  std::filesystem::create_symlink(elsewhere, lock);
+  EXPECT_THAT([&] { RunLock taken(folder.path()); }, ThrowsMessage<ConfigError>(HasSubstr("cannot be written: .lock in it")));
+  EXPECT_FALSE(std::filesystem::exists(elsewhere));
+}
+
 TEST(RunLock, AFolderThatCannotBeWrittenIsRefused) {
   const TemporaryFolder folder;
   write_all(folder / "file", "");
