@@ -144,6 +144,13 @@ void validate_model(const ModelConfig& model) {
   require(model.sliding_window == 0 || has_attention(model), "model.sliding_window = ", model.sliding_window, ": model.family = ", model.family,
           " treats each token by itself, so it sees no other; leave model.sliding_window out");
   validate_experts(model);
+  constexpr double most_parameters = 1e17;  // of which all states together have so many bytes that 64 bits still count them
+  const auto dim = static_cast<double>(model.dim), experts = static_cast<double>(std::max<int64_t>(model.experts, 1));
+  const double of_layer = 4 * dim * dim + 3 * dim * static_cast<double>(*model.ffn_dim) * experts;
+  const double parameters = static_cast<double>(model.layers) * of_layer + 2 * dim * static_cast<double>(model.vocab_size);
+  require(parameters <= most_parameters, "model.dim = ", model.dim, ": with model.layers = ", model.layers, ", model.ffn_dim = ", *model.ffn_dim,
+          " and model.vocab_size = ", model.vocab_size, " these are some ", parameters, " parameters, and bytes are counted of ", most_parameters,
+          " at most; set a smaller model");
 }
 
 void validate_lora(const LoraConfig& lora, const ModelConfig& model) {
@@ -191,6 +198,9 @@ void validate_batch(const BatchConfig& batch, int64_t data_ranks, Purpose purpos
           "batch.micro_size = ", batch.micro_size, " sequences each, and ", batch.global_size, " leave a last one of ", batch.global_size % batch.micro_size,
           " (ranks that get fewer passes than others are no problem; a smaller pass would be another arithmetic); set batch.global_size to ",
           whole > 0 ? detail::concat(whole * batch.micro_size, " or ") : "", (whole + 1) * batch.micro_size, ", or batch.micro_size to a divisor of it");
+  constexpr int64_t most_passes = int64_t{1} << 22;  // each has an entry in what a step, or a plan of it, goes through
+  require(whole <= most_passes, "batch.global_size = ", batch.global_size, ": a step of ", whole, " forward passes of batch.micro_size = ", batch.micro_size,
+          " sequences each; at most ", most_passes, "; set a larger batch.micro_size, or a smaller batch.global_size");
   if (purpose == Purpose::Plan) return;  // a plan shows what the ranks would need that such a batch leaves idle, and says so
   const int64_t micro_batches = batch.global_size / batch.micro_size;
   require(micro_batches >= data_ranks, "batch.global_size = ", batch.global_size, ": gives ", micro_batches, " micro-batches of ", batch.micro_size, " for ",

@@ -226,6 +226,9 @@ TEST(Validate, TheRest) {
   EXPECT_EQ(refusal([](Config& c) { c.log.straggler_ratio = 0; }), "(accepted)");
   EXPECT_THAT(refusal([](Config& c) { c.run.seed = -1; }), StartsWith("run.seed = -1"));
   EXPECT_THAT(refusal([](Config& c) { c.model.layers = 1'000'000'000; }), StartsWith("model.layers = 1000000000: expected at most 100000"));
+  EXPECT_THAT(refusal([](Config& c) { c.model.dim = 400'000'000; }),
+              AllOf(StartsWith("model.dim = 400000000: with model.layers = "), HasSubstr("bytes are counted of")));
+  EXPECT_THAT(refusal([](Config& c) { c.batch.global_size = 64'000'000; }), HasSubstr("sequences each; at most 4194304"));
   EXPECT_THAT(refusal([](Config& c) { c.run.threads = 0; }), StartsWith("run.threads = 0"));
   EXPECT_THAT(refusal([](Config& c) { c.run.threads = 100000; }), StartsWith("run.threads = 100000: expected at most 1024 threads"));
   EXPECT_THAT(refusal([](Config& c) { c.optim.lr = 0; }), StartsWith("optim.lr = 0"));
