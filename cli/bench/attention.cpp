@@ -171,7 +171,9 @@ AttentionRow measure_packed(const AttentionCase& what, int64_t documents, const 
 
 AttentionRow measure_window(const AttentionCase& what, int64_t window, const Limits& limits) {
   nn::AttentionCore within(nn::AttentionReach{.window = window}), whole;
-  const at::Tensor visible = at::ones({what.length, what.length}, at::TensorOptions(what.device).dtype(at::kBool)).tril().triu(1 - window);
+  const at::Tensor seen = at::ones({what.length, what.length}, at::TensorOptions(what.device).dtype(at::kBool)).tril().triu(1 - window);
+  const at::Tensor visible =
+      at::zeros(seen.sizes(), seen.options().dtype(what.dtype)).masked_fill_(seen.logical_not(), -std::numeric_limits<double>::infinity());
   const auto in = inputs_of(what, what.length);
   const auto mask = [&] {
     const auto of = [&](size_t i) { return in[i].transpose(1, 2); };
