@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include "tessera/comm/decorators/inject.h"
+#include "tessera/kernels/choice.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -146,6 +147,19 @@ TEST_F(TrainerTest, NobodyIsNamedWhereItIsOff) {
   ::testing::internal::CaptureStderr();
   run(config("mlp", {"run.steps=12", "log.straggler_ratio=0"}), 2, {}, "rank=1,op=all_reduce,count=1+,do=delay:10ms");
   EXPECT_EQ(::testing::internal::GetCapturedStderr().find("slower"), std::string::npos);
+}
+
+/// What is named runs as the reference does, and nothing else.
+TEST_F(TrainerTest, KernelsAreChosenByName) {
+  using kernels::Kernel, kernels::KernelChoice;
+  {
+    const RankScope scope(config("llama", {R"(run.kernels={ rms_norm = "reference" })"}), 1);
+    EXPECT_EQ(kernels::kernel_choice(Kernel::rms_norm), KernelChoice::Reference);
+    EXPECT_EQ(kernels::kernel_choice(Kernel::swiglu), KernelChoice::Auto);
+  }
+  const RankScope scope(config("llama", {R"(run.kernels={ rms_norm = "auto", "*" = "reference" })"}), 1);
+  EXPECT_EQ(kernels::kernel_choice(Kernel::rms_norm), KernelChoice::Auto);
+  EXPECT_EQ(kernels::kernel_choice(Kernel::swiglu), KernelChoice::Reference);
 }
 
 }  // namespace
