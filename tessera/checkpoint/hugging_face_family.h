@@ -79,9 +79,14 @@ const HuggingFaceFamily& mistral_family();
 const HuggingFaceFamily& gpt2_family();
 const HuggingFaceFamily& mixtral_family();
 
+/// What a class of theirs takes for keys that a file leaves out.
+struct LlamaDefaults {
+  double rope_theta = 10000, norm_eps = 1e-6;
+};
+
 /// What LLaMA and the families that share its blocks have in common: the keys of config.json, and the rows of the table but for the feed-forward layers, which
 /// `feed_forward(layer, table)` adds in their place.
-ModelConfig read_llama_config(const HuggingFaceConfig& config);
+ModelConfig read_llama_config(const HuggingFaceConfig& config, const LlamaDefaults& absent = {});
 /// Positions that attention sees, as `sliding_window` says: null is none, and an absent one `absent`.
 int64_t read_sliding_window(const HuggingFaceConfig& config, int64_t absent);
 /// For families whose class sees the whole sequence, whatever the file says.

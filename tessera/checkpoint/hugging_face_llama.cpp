@@ -6,7 +6,7 @@ namespace tessera::checkpoint {
 namespace {
 
 /// The wavelengths' base. transformers 5 writes rope_parameters, transformers 4 rope_theta and rope_scaling.
-double read_rope_theta(const HuggingFaceConfig& config) {
+double read_rope_theta(const HuggingFaceConfig& config, double absent) {
   std::optional<double> theta = config.find<double>("rope_theta");
   std::string contradiction;
   for (const std::string key : {"rope_parameters", "rope_scaling"}) {
@@ -32,12 +32,12 @@ double read_rope_theta(const HuggingFaceConfig& config) {
   }
   require(contradiction.empty(), config.file().string(), ": ", contradiction, "; correct the one that is wrong");
   require(theta.value_or(1) > 0, config.file().string(), ": rope_theta = ", theta.value_or(1), " must be positive");
-  return theta.value_or(10000.0);
+  return theta.value_or(absent);
 }
 
 }  // namespace
 
-ModelConfig read_llama_config(const HuggingFaceConfig& config) {
+ModelConfig read_llama_config(const HuggingFaceConfig& config, const LlamaDefaults& absent) {
   config.expect<std::string>("hidden_act", "silu", "silu");
   config.expect("attention_bias", false, false);
   config.expect("mlp_bias", false, false);
@@ -50,8 +50,8 @@ ModelConfig read_llama_config(const HuggingFaceConfig& config) {
   model.vocab_size = config.size("vocab_size");
   model.max_seq_len = config.size("max_position_embeddings");
   model.tie_embeddings = config.find<bool>("tie_word_embeddings").value_or(false);
-  model.rope_theta = read_rope_theta(config);
-  model.norm_eps = config.find<double>("rms_norm_eps").value_or(1e-6);
+  model.rope_theta = read_rope_theta(config, absent.rope_theta);
+  model.norm_eps = config.find<double>("rms_norm_eps").value_or(absent.norm_eps);
   const auto head_dim = config.find<int64_t>("head_dim");
   const bool usual = !head_dim || (model.dim % model.heads == 0 && *head_dim == model.dim / model.heads);  // not a product, which could overflow
   require(usual, config.file().string(), ": head_dim = ", head_dim.value_or(0), " is not supported beside hidden_size = ", model.dim, " and ", model.heads,

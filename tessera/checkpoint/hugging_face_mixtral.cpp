@@ -7,11 +7,7 @@ namespace tessera::checkpoint {
 namespace {
 
 ModelConfig read_mixtral_config(const HuggingFaceConfig& config) {
-  ModelConfig model = read_llama_config(config);
-  model.norm_eps = config.find<double>("rms_norm_eps").value_or(1e-5);
-  const auto rope = config.find<nlohmann::json>("rope_parameters");
-  const bool says_theta = config.find<double>("rope_theta") || (rope && rope->is_object() && rope->contains("rope_theta"));
-  if (!says_theta) model.rope_theta = 1e6;
+  ModelConfig model = read_llama_config(config, {.rope_theta = 1e6, .norm_eps = 1e-5});
   config.expect("router_jitter_noise", 0.0, 0.0);
   model.sliding_window = read_sliding_window(config, 0);
   const char* const experts = config.find<int64_t>("num_experts") ? "num_experts" : "num_local_experts";  // as transformers 5 and 4 call them

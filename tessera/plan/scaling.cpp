@@ -64,7 +64,6 @@ Scaling strong_scaling(const Config& config, const Machine& machine, const Scali
 }
 
 Curves curves_of(const Scaling& scaling) {
-  const double tokens = static_cast<double>(scaling.sequences) * static_cast<double>(scaling.seq_len);
   Curves curves{.name = "ranks"};
   for (const auto unit : {Curves::Unit::Seconds, Curves::Unit::TokensPerSecond}) {
     const bool seconds = unit == Curves::Unit::Seconds;
@@ -77,7 +76,7 @@ Curves curves_of(const Scaling& scaling) {
       for (const Scaling::Point& point : scaling.points) {
         if (!(point.*which)) continue;
         const double step = (point.*which)->time.seconds;
-        line.points.emplace_back(point.ranks, seconds ? step : tokens / step / point.ranks);
+        line.points.emplace_back(point.ranks, seconds ? step : scaling.tokens() / step / point.ranks);
       }
       if (!line.points.empty()) panel.lines.push_back(std::move(line));
     };
@@ -128,7 +127,6 @@ std::vector<std::string> findings_of(const Scaling& scaling) {
 
 nlohmann::json to_json(const Scaling& scaling) {
   nlohmann::json json = to_json(curves_of(scaling)), points = nlohmann::json::array();
-  const double tokens = static_cast<double>(scaling.sequences) * static_cast<double>(scaling.seq_len);
   for (const Scaling::Point& point : scaling.points) {
     nlohmann::json one{{"ranks", point.ranks}};
     for (const auto& [name, tried] : {std::pair("whole", &point.whole), std::pair("cut", &point.cut)}) {
@@ -136,7 +134,7 @@ nlohmann::json to_json(const Scaling& scaling) {
       one[name] = {{"layout", layout_of(**tried, point.ranks)},
                    {"set", settings_of((*tried)->choice, point.ranks)},
                    {"step_s", (*tried)->time.seconds},
-                   {"tokens_per_second", tokens / (*tried)->time.seconds / point.ranks},
+                   {"tokens_per_second", scaling.tokens() / (*tried)->time.seconds / point.ranks},
                    {"peak_bytes", (*tried)->peak_bytes}};
     }
     points.push_back(std::move(one));
@@ -158,14 +156,14 @@ std::string to_string(const Scaling& scaling) {
   std::string out =
       fmt::format("a step of {} sequence{} of {} tokens, in the best layout of each number of ranks\n\n{:>8}  {:<{}}  {:>9}  {:>9}  {:>13}\n",
                   scaling.sequences, scaling.sequences == 1 ? "" : "s", scaling.seq_len, "ranks", "layout", width, "memory", "step", "tokens/s/rank");
-  const double tokens = static_cast<double>(scaling.sequences) * static_cast<double>(scaling.seq_len);
   for (const Scaling::Point& point : scaling.points) {
     if (!point.whole && !point.cut) out += fmt::format("{:>8}  none fits\n", point.ranks);
     for (const auto* tried : {&point.whole, &point.cut}) {
       if (!*tried) continue;
       const double step = (*tried)->time.seconds;
       out += fmt::format("{:>8}  {:<{}}  {:>9}  {:>9}  {:>13.0f}{}\n", point.ranks, layout_of(**tried, point.ranks), width, format_bytes((*tried)->peak_bytes),
-                         format_duration(step), tokens / step / point.ranks, tried == &point.whole && scaling.knee == point.ranks ? "  <- the knee" : "");
+                         format_duration(step), scaling.tokens() / step / point.ranks,
+                         tried == &point.whole && scaling.knee == point.ranks ? "  <- the knee" : "");
     }
   }
   out += "\n";

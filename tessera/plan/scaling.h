@@ -27,6 +27,9 @@ struct Scaling {
   /// The last number of ranks up to which every doubling shortens the step by a quarter at least, of the half that it would be at best; none where the last
   /// point still does, or where nothing fits.
   std::optional<int> knee{};
+
+  /// Of a step.
+  double tokens() const { return static_cast<double>(sequences) * static_cast<double>(seq_len); }
 };
 
 /// A doubling that shortens a step to no less than this share of it has stopped helping.

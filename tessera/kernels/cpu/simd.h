@@ -108,38 +108,21 @@ TESSERA_INLINE Floats load(const float* from, FirstLanes lanes) {
   std::memcpy(&values, from, sizeof(float) * lanes.count);
   return values;
 }
-TESSERA_INLINE Floats load(const BFloat16* from, AllLanes) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof(halves));
-  return widen(halves);
-}
-TESSERA_INLINE Floats load(const BFloat16* from, FirstLanes lanes) {
-  Halves halves = {};
-  std::memcpy(&halves, from, sizeof(BFloat16) * lanes.count);
-  return widen(halves);
-}
-TESSERA_INLINE Floats load(const Half* from, AllLanes) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof(halves));
-  return widen_fp16(halves);
-}
-TESSERA_INLINE Floats load(const Half* from, FirstLanes lanes) {
-  Halves halves = {};
-  std::memcpy(&halves, from, sizeof(Half) * lanes.count);
-  return widen_fp16(halves);
-}
-TESSERA_INLINE void store(float* to, Floats values, AllLanes) { std::memcpy(to, &values, sizeof(values)); }
-TESSERA_INLINE void store(float* to, Floats values, FirstLanes lanes) { std::memcpy(to, &values, sizeof(float) * lanes.count); }
-TESSERA_INLINE void store(BFloat16* to, Floats values, AllLanes) {
-  const Halves halves = narrow(values);
-  std::memcpy(to, &halves, sizeof(halves));
-}
-TESSERA_INLINE void store(BFloat16* to, Floats values, FirstLanes lanes) {
-  const Halves halves = narrow(values);
-  std::memcpy(to, &halves, sizeof(BFloat16) * lanes.count);
-}
 
 /// Numbers of 16 bits as they are.
+template <class T>
+TESSERA_INLINE Halves load_halves(const T* from, AllLanes) {
+  static_assert(sizeof(T) == 2);
+  Halves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  return halves;
+}
+template <class T>
+TESSERA_INLINE Halves load_halves(const T* from, FirstLanes lanes) {
+  Halves halves = {};
+  std::memcpy(&halves, from, sizeof(T) * lanes.count);
+  return halves;
+}
 template <class T>
 TESSERA_INLINE void store_halves(T* to, Halves halves, AllLanes) {
   static_assert(sizeof(T) == 2);
@@ -148,6 +131,21 @@ TESSERA_INLINE void store_halves(T* to, Halves halves, AllLanes) {
 template <class T>
 TESSERA_INLINE void store_halves(T* to, Halves halves, FirstLanes lanes) {
   std::memcpy(to, &halves, sizeof(T) * lanes.count);
+}
+
+template <class Lanes>
+TESSERA_INLINE Floats load(const BFloat16* from, Lanes lanes) {
+  return widen(load_halves(from, lanes));
+}
+template <class Lanes>
+TESSERA_INLINE Floats load(const Half* from, Lanes lanes) {
+  return widen_fp16(load_halves(from, lanes));
+}
+TESSERA_INLINE void store(float* to, Floats values, AllLanes) { std::memcpy(to, &values, sizeof(values)); }
+TESSERA_INLINE void store(float* to, Floats values, FirstLanes lanes) { std::memcpy(to, &values, sizeof(float) * lanes.count); }
+template <class Lanes>
+TESSERA_INLINE void store(BFloat16* to, Floats values, Lanes lanes) {
+  store_halves(to, narrow(values), lanes);
 }
 
 TESSERA_INLINE float load_one(const float* from) { return *from; }
