@@ -8,7 +8,7 @@ import subprocess
 import time
 import unittest
 
-from processes import children, rank_of
+from processes import alive, children, rank_of
 from support import SystemTest, TESSERA, environment, run
 
 
@@ -44,7 +44,7 @@ class Failure(SystemTest):
             last = stderr.strip().splitlines()[-1]
             self.assertIn(f"rank {doomed}", last)
             self.assertIn("SIGKILL", last)
-            self.assertFalse([p for p in workers if pathlib.Path(f"/proc/{p}/exe").exists()], "orphans")
+            self.assertFalse([p for p in workers if alive(p)], "orphans")
 
     def test_control_c_ends_all_once(self):
         process = self.start()
@@ -55,7 +55,7 @@ class Failure(SystemTest):
         self.assertNotIn("frame #", stderr)
         self.assertNotIn("Traceback", stderr)
         self.assertLess(len([line for line in stderr.splitlines() if "interrupt" in line.lower()]), 2)
-        self.assertFalse([p for p in workers if pathlib.Path(f"/proc/{p}/exe").exists()], "orphans")
+        self.assertFalse([p for p in workers if alive(p)], "orphans")
 
     def test_control_c_is_answered_from_the_start(self):
         """Also while libraries are loaded, and before any rank is started."""
@@ -80,9 +80,9 @@ class Failure(SystemTest):
         process.kill()
         process.communicate()
         deadline = time.time() + 10
-        while time.time() < deadline and any(pathlib.Path(f"/proc/{p}/exe").exists() for p in workers):
+        while time.time() < deadline and any(alive(p) for p in workers):
             time.sleep(0.1)
-        self.assertFalse([p for p in workers if pathlib.Path(f"/proc/{p}/exe").exists()], "orphans")
+        self.assertFalse([p for p in workers if alive(p)], "orphans")
 
     def test_variables_of_a_launcher_that_contradict_each_other(self):
         for variables, word in (({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"), ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK"),

@@ -1,5 +1,6 @@
 """Looks at processes through /proc, and at what launchers log."""
 
+import os
 import pathlib
 import re
 
@@ -28,7 +29,11 @@ def rank_of(pid):
 
 def alive(pid):
     """Whether the process runs: it exists, and is no zombie."""
-    return pathlib.Path(f"/proc/{pid}/exe").exists()
+    try:
+        os.stat(f"/proc/{pid}/exe")
+    except OSError:  # also ESRCH, which Path.exists() lets through: it ended between two looks at its folder
+        return False
+    return True
 
 
 def attempts(log_dir):
