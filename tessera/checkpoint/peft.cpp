@@ -126,7 +126,7 @@ nlohmann::json read_peft_config(const fs::path& dir, const LoraConfig& lora) {
   }
   // What is not known here may change what the adapter computes (alora_invocation_tokens does): each version of PEFT has more of it.
   constexpr std::string_view known =
-      " arrow_config auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config fan_in_fan_out "
+      " auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config fan_in_fan_out "
       "inference_mode init_lora_weights layers_pattern loftq_config lora_alpha lora_dropout lora_ga_config megatron_config "
       "megatron_core peft_type peft_version qalora_group_size r revision target_modules task_type ";
   for (const auto& [key, value] : json.items()) {

@@ -15,6 +15,7 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/bucketed_step.h"
 #include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/sharing.h"
 
 // In which order gradients come nobody knows before the first backward pass: the reverse of registration is a guess, and what rank 0 then sees is made
 // everyone's by one broadcast, since any order will do as long as it is the same one. Buckets keep their memory from step to step, but a program may hold on to
@@ -182,7 +183,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
 
   GradientSpec spec_of(size_t i) const {
     const at::Tensor& tensor = parameters_[i].tensor;
-    return {parameters_[i].name, tensor.numel(), summed_dtype(tensor, options_.reduce_dtype)};
+    return {parameters_[i].name, tensor.numel(), summed_dtype(tensor, options_.reduce_dtype), nn::flat_key(tensor)};
   }
 
   /// `first`, then the others as they were.

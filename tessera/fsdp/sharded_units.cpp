@@ -16,6 +16,7 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/operator_watch.h"
+#include "tessera/nn/sharing.h"
 
 // Two rules bound memory and keep ranks together. One reduction is under way at a time: the next waits for it, so that no more than two units' gradients are
 // whole. And a unit's slices are not shown, so not written, while a gather that reads them is on its way. What is gathered ahead is what came next in the pass
@@ -30,17 +31,19 @@ at::ScalarType gathered_dtype(const nn::NamedParameter& parameter, const FullySh
   return *options.param_dtype;
 }
 
-/// A collective moves elements of one dtype, and frozen parameters have no gradients to reduce: so a unit is as many flats as it has kinds of parameters.
+/// A collective moves elements of one dtype, frozen parameters have no gradients to reduce, and what other ranks hold alike lies by itself (nn::flat_key): so a
+/// unit is as many flats as it has kinds of parameters.
 std::vector<FlatParameters> flats_of(const UnitPlan::Unit& unit, const comm::Group& group, const FullyShardOptions& options,
                                      const FlatParameters::Beside& beside) {
-  using Kind = std::tuple<bool, at::ScalarType, at::ScalarType>;
+  using Kind = std::tuple<bool, at::ScalarType, at::ScalarType, std::string>;
   std::map<Kind, std::vector<nn::NamedParameter>> kinds;
   for (const auto& parameter : unit.parameters) {
-    kinds[{parameter.tensor.requires_grad(), parameter.tensor.scalar_type(), gathered_dtype(parameter, options)}].push_back(parameter);
+    kinds[{parameter.tensor.requires_grad(), parameter.tensor.scalar_type(), gathered_dtype(parameter, options), nn::flat_key(parameter.tensor)}].push_back(
+        parameter);
   }
   std::vector<FlatParameters> flats;
   for (auto& [kind, parameters] : kinds) {
-    const auto& [trained, own, gathered] = kind;
+    const auto& [trained, own, gathered, key] = kind;
     const bool real = at::isFloatingType(own);  // dtypes of options are those of real numbers
     const at::ScalarType reduced = real ? options.reduce_dtype.value_or(own) : own;
     const at::ScalarType kept = real ? options.gradient_dtype.value_or(at::promote_types(own, reduced)) : own;

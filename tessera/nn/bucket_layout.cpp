@@ -15,8 +15,8 @@
 #include "tessera/core/json_reason.h"
 
 // Every collective costs a latency, and only what backward still has to compute can hide it. A bucket for each gradient pays too many latencies; one for all
-// starts when nothing is left to hide under. Each dtype fills a bucket of its own at the same time, so buckets close in another order than they were opened;
-// they are reduced in the order of their last gradients, for a bucket that waits holds up all behind it.
+// starts when nothing is left to hide under. Each dtype and key fills a bucket of its own at the same time, so buckets close in another order than they were
+// opened; they are reduced in the order of their last gradients, for a bucket that waits holds up all behind it.
 
 namespace tessera {
 namespace {
@@ -85,11 +85,11 @@ BucketLayout make_bucket_layout(std::span<const GradientSpec> gradients, std::sp
           ": a bucket holds at least one byte; 1048576 (1 MiB) is the default");
   check_permutation(order, gradients.size());
 
-  std::map<at::ScalarType, Filling> fillings;
+  std::map<std::pair<at::ScalarType, std::string>, Filling> fillings;
   std::vector<OpenBucket> closed;
   for (int64_t position = 0; const int64_t index : order) {
     const GradientSpec& gradient = gradients[index];
-    Filling& filling = fillings[gradient.dtype];
+    Filling& filling = fillings[{gradient.dtype, gradient.key}];
     BucketLayout::Bucket& bucket = filling.open.bucket;
     const int64_t limit = filling.first ? std::min(sizes.first_bucket_bytes, sizes.bucket_bytes) : sizes.bucket_bytes;
     const int64_t bytes = gradient.numel * static_cast<int64_t>(c10::elementSize(gradient.dtype));
@@ -101,7 +101,7 @@ BucketLayout make_bucket_layout(std::span<const GradientSpec> gradients, std::sp
     bucket.slots.push_back({gradient.name, bucket.numel(), gradient.numel});
     filling.open.complete_at = position++;
   }
-  for (auto& [dtype, filling] : fillings) closed.push_back(std::move(filling.open));
+  for (auto& [kind, filling] : fillings) closed.push_back(std::move(filling.open));
   std::ranges::sort(closed, {}, &OpenBucket::complete_at);
 
   BucketLayout plan{.sizes = sizes, .observed = observed, .buckets = {}};
@@ -120,6 +120,7 @@ void check_bucket_layout(const BucketLayout& plan, std::span<const GradientSpec>
   for (const GradientSpec& gradient : gradients) missing.emplace(gradient.name, &gradient);
   for (const BucketLayout::Bucket& bucket : plan.buckets) {
     int64_t offset = 0;
+    const GradientSpec* before = nullptr;
     for (const BucketLayout::Slot& slot : bucket.slots) {
       const auto found = missing.find(slot.name);
       require(found != missing.end(), "bucket plan (", source, "): '", slot.name,
@@ -129,7 +130,10 @@ void check_bucket_layout(const BucketLayout& plan, std::span<const GradientSpec>
               dtype_name(bucket.dtype), ", the model's gradient ", gradient.numel, " of ", dtype_name(gradient.dtype),
               "; leave the plan out to make a new one");
       require(slot.offset == offset, "bucket plan (", source, "): '", slot.name, "' starts at element ", slot.offset, " of its bucket, expected ", offset);
+      require(before == nullptr || before->key == gradient.key, "bucket plan (", source, "): '", slot.name, "' and '", before == nullptr ? "" : before->name,
+              "' are held by other ranks, and lie in one bucket; leave the plan out to make a new one");
       offset += slot.numel;
+      before = &gradient;
       missing.erase(found);
     }
   }

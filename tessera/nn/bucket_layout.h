@@ -11,11 +11,13 @@
 
 namespace tessera {
 
-/// One gradient as a plan sees it: a parameter's name, its element count, and the dtype in which its gradient is held and reduced.
+/// One gradient as a plan sees it: a parameter's name, its element count, the dtype in which its gradient is held and reduced, and what may lie beside it
+/// (nn::flat_key).
 struct GradientSpec {
   std::string name;
   int64_t numel = 0;
   at::ScalarType dtype = at::kFloat;
+  std::string key{};
 };
 
 /// Sizes at which buckets close. The first bucket is small so that the first all-reduce starts early in the backward pass.
@@ -52,15 +54,16 @@ struct BucketLayout {
   bool operator==(const BucketLayout&) const = default;
 };
 
-/// Deals `gradients`, taken in `order` (a permutation of their indices), into buckets of one dtype each. A bucket closes when the next gradient would carry it
-/// over its size; a gradient larger than that has a bucket of its own. Buckets come out in the order in which they are complete. Throws ConfigError
+/// Deals `gradients`, taken in `order` (a permutation of their indices), into buckets of one dtype and key each. A bucket closes when the next gradient would
+/// carry it over its size; a gradient larger than that has a bucket of its own. Buckets come out in the order in which they are complete. Throws ConfigError
 /// for a size below one, InternalError where `order` is not a permutation.
 BucketLayout make_bucket_layout(std::span<const GradientSpec> gradients, std::span<const int64_t> order, BucketSizes sizes = {}, bool observed = false);
 
 /// The plan before any step has been seen: gradients are expected in the reverse order of registration.
 BucketLayout make_bucket_layout(std::span<const GradientSpec> gradients, BucketSizes sizes = {});
 
-/// Throws ConfigError unless `plan` holds each of `gradients` exactly once, with its size and dtype, without gaps. `source` says where the plan came from.
+/// Throws ConfigError unless `plan` holds each of `gradients` exactly once, with its size and dtype, without gaps, and beside none of another key. `source`
+/// says where the plan came from.
 void check_bucket_layout(const BucketLayout& plan, std::span<const GradientSpec> gradients, std::string_view source);
 
 /// For a checkpoint's manifest. Reading throws ConfigError naming the field that is missing or wrong.

@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/accumulate.h>
+#include <fmt/format.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
@@ -123,6 +124,14 @@ std::vector<std::pair<std::optional<comm::Group>, std::vector<Term>>> by_shard_g
 }
 
 }  // namespace
+
+std::string flat_key(const at::Tensor& parameter) {
+  std::string key;
+  for (const Sharing& sharing : sharings_of(parameter)) {
+    if (!sharing.even && sharing.holders > 1) key += fmt::format("{} {}+{};", sharing.axis, sharing.first, sharing.holders);
+  }
+  return key;
+}
 
 std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& parameters) {
   std::vector<NamedParameter> counted;

@@ -32,6 +32,12 @@ std::vector<Sharing> sharings_of(const at::Tensor& tensor);
 /// Whether the parameter, as it is now, has a Sharing for the axis: libtorch's set_data takes away what is known of it.
 bool is_shared_over(const at::Tensor& parameter, const std::string& axis);
 
+/// What may lie beside the parameter in a flat buffer: parameters of the same key. Ranks whose parts are uneven hold some parameters alike beside parts of
+/// other sizes. Were they in one buffer, the same element would lie at another place of it on each of these ranks, and collectives whose order of additions
+/// depends on the place (rings, Gloo's, NCCL's) would round its sum otherwise on each: what is held alike would drift apart. Empty for all else, so where parts
+/// are even a buffer holds what it holds without.
+std::string flat_key(const at::Tensor& parameter);
+
 /// Of these parameters, those that this rank answers for in a norm: what several ranks of a group hold alike counts on the first of them.
 std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& parameters);
 

@@ -14,6 +14,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/replicas.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/train/part_synchronizers.h"
 #include "tessera/train/places.h"
 #include "tessera/train/progress.h"
@@ -199,7 +200,7 @@ std::vector<std::optional<BucketLayout>> saved_plans(const ResumePoint& resume, 
   for (size_t part = 0; part < roots.size(); ++part) {
     std::vector<GradientSpec> gradients;
     for (const auto& [name, tensor, aliases] : nn::unique_parameters(*roots[part])) {
-      gradients.push_back({name, tensor.numel(), options.reduce_dtype.value_or(tensor.scalar_type())});
+      gradients.push_back({name, tensor.numel(), options.reduce_dtype.value_or(tensor.scalar_type()), nn::flat_key(tensor)});
     }
     const PlanLayout layout{.data_ranks = data.size(),
                             .stages = static_cast<int>(run.rank_of_stage.size()),

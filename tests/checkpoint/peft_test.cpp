@@ -113,6 +113,7 @@ TEST_F(Peft, RefusesAdaptersThatAreBroken) {
   with("target_modules", 7, "neither a list nor a string");
   with("layers_to_transform", {0}, "layers_to_transform = [0] is not supported");
   with("alora_invocation_tokens", {1, 2}, "alora_invocation_tokens = [1,2] is nothing that plain LoRA has");
+  with("arrow_config", {{"top_k", 3}}, R"(arrow_config = {"top_k":3} is nothing that plain LoRA has)");
   with("init_lora_weights", "pissa", "init_lora_weights = \"pissa\" is not supported: it changes the model's weights, too");
 
   nlohmann::json by_its_end = sound;

@@ -60,6 +60,14 @@ TEST(BucketLayout, DtypesDoNotMixAndBucketsComeInTheOrderInWhichTheyAreComplete)
   EXPECT_EQ(plan.buckets[1].dtype, at::kFloat);
 }
 
+TEST(BucketLayout, GradientsOfDifferentKeysDoNotMix) {
+  const std::vector<GradientSpec> gradients{{"own0", 1}, {"alike0", 1, at::kFloat, "tp"}, {"own1", 1}, {"alike1", 1, at::kFloat, "tp"}};
+  EXPECT_THAT(names_of(make_bucket_layout(gradients)), ElementsAre(ElementsAre("alike1", "alike0"), ElementsAre("own1", "own0")));
+  const std::vector<GradientSpec> mixed{{"own0", 1}, {"alike0", 1}, {"own1", 1}, {"alike1", 1}};
+  EXPECT_THAT(refusal([&] { check_bucket_layout(make_bucket_layout(mixed), gradients, "checkpoint"); }),
+              HasSubstr("'own1' and 'alike1' are held by other ranks"));
+}
+
 TEST(BucketLayout, EmptyAndSingle) {
   EXPECT_TRUE(make_bucket_layout({}).empty());
   EXPECT_EQ(make_bucket_layout({}).bytes(), 0);

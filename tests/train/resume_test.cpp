@@ -206,6 +206,25 @@ TEST_F(Resume, StagesGoOnInAnotherPipelineOrWhole) {
 }
 
 /// One run that moves from layout to layout, each leg from the checkpoint of the last, beside one device that never moved.
+/// A ring adds in an order that depends on an element's place in the message. Beside parts of other sizes what two tensor-parallel ranks hold alike would have
+/// another place on each, and drift apart; a checkpoint keeps one of them.
+TEST_F(Resume, WhatRanksWithPartsOfOtherSizesHoldAlikeStaysAlike) {
+  const Sets uneven{"mesh.tp=2",           "mesh.order=[\"tp\", \"dp_shard\", \"dp_replicate\", \"cp\", \"pp\"]",
+                    "model.ffn_dim=11",    "model.vocab_size=267",
+                    "batch.global_size=8", "comm.algorithm=all_reduce=ring,reduce_scatter=ring",
+                    "optim.name=sgd",      "optim.lr=0.05"};
+  for (const Layout& layout : {Layout{"replicas", 8, {"zero.bucket_bytes=1000"}}, Layout{"zero1", 8, {"zero.stage=1", "zero.bucket_bytes=1000"}},
+                               Layout{"zero3", 8, {"zero.stage=3"}}}) {
+    for (const Sets& family : {Sets{"model.family=llama"}, Sets{"model.family=gpt2", "model.kv_heads=4"}}) {
+      SCOPED_TRACE(family.front());
+      Sets sets = uneven;
+      sets.insert(sets.end(), family.begin(), family.end());
+      expect_goes_on(layout, layout, sets, 0, run_saving(layout, sets));
+      std::filesystem::remove_all(saved(layout));
+    }
+  }
+}
+
 TEST_F(Resume, ARunMovesFromTensorParallelToDataParallelToBothToOneDevice) {
   const Layout together{"tp2 x dp_shard2", 4, {"mesh.tp=2", "mesh.dp_shard=2", "zero.stage=3", "tensor.sequence_parallel=true"}};
   const std::vector<Layout> legs{{"tp4", 4, {"mesh.tp=4"}}, {"dp2", 2, {}}, together, {"one", 1, {}}};
