@@ -143,18 +143,20 @@ std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& para
 }
 
 void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& updated, const comm::Group& everyone) {
-  std::vector<Term> terms;
+  std::vector<Term> aligned, placed;
   for (const auto& parameter : updated) {
     if (!parameter.tensor.requires_grad()) continue;
     for (Sharing& sharing : sharings_of(parameter.tensor)) {
-      if (sharing.is_term && sharing.axis == group.name()) terms.push_back({parameter.tensor, std::move(sharing)});
+      if (!sharing.is_term || sharing.axis != group.name()) continue;
+      // What all ranks hold lies in buffers of its own where parts are uneven (flat_key), and sharding cuts those alike.
+      auto& terms = sharing.even || sharing.sets == 1 ? aligned : placed;
+      terms.push_back({parameter.tensor, std::move(sharing)});
     }
   }
-  if (terms.empty()) return;
   const at::NoGradGuard no_grad;
   const comm::CallSite site(kSite);
-  if (terms.front().sharing.even) return sum_aligned(group, terms);
-  for (const auto& [shard, theirs] : by_shard_group(std::move(terms))) {
+  sum_aligned(group, aligned);
+  for (const auto& [shard, theirs] : by_shard_group(std::move(placed))) {
     const int ranks = shard ? shard->size() * group.size() : everyone.size();
     if (ranks <= group.size()) {
       sum_aligned(group, theirs);

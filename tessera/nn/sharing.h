@@ -44,10 +44,10 @@ std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& para
 /// Sums, in place, gradients of which several ranks of `group` hold a term each: norms and biases under sequence parallelism, keys and values that ranks share.
 /// Once a step, after data parallelism has finished; `updated` are the parameters, or what this rank updates in their place (GradientSynchronizer::updated).
 ///
-/// One all-reduce a dtype: 2 (n-1)/n of their elements sent, of those with several sets all sets'. Where parts are uneven, and sharding therefore cuts
-/// what is shared in another way on each rank, each puts its terms at their place in the logical tensors: an all-reduce of as many numbers over the ranks that
-/// share the parameters out, which whoever wraps them names, and one over `group`, in fp32 (or double where a parameter is), held for the while.
-/// `everyone`, the ranks of both (mesh[{"dp_shard", "tp"}]), makes one of the two.
+/// One all-reduce a dtype: 2 (n-1)/n of their elements sent, of those with several sets all sets'. Where parts are uneven, sharding cuts what only some ranks
+/// share (keys and values) in another way on each set of them, and each puts its terms at their place in the logical tensors: an all-reduce of as many numbers
+/// over the ranks that share the parameters out, which whoever wraps them names, and one over `group`, in fp32 (or double where a parameter is), held for the
+/// while. `everyone`, the ranks of both (mesh[{"dp_shard", "tp"}]), makes one of the two.
 void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& updated, const comm::Group& everyone = {});
 
 /// Sums, in place, the gradients of all of `parameters`, of which every rank of `group` holds a term. One all-reduce a dtype, and as many bytes for the while.
