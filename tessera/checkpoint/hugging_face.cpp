@@ -73,6 +73,14 @@ int64_t HuggingFaceConfig::size(const std::string& key, int64_t most) const {
   return *value;
 }
 
+int64_t HuggingFaceConfig::size_by(const std::string& key, const std::string& alias, int64_t most) const {
+  if (!find<int64_t>(alias)) return size(key, most);
+  const int64_t value = size(alias, most);
+  require(find<int64_t>(key).value_or(value) == value, file_.string(), ": ", key, " = ", json_.value(key, nlohmann::json()).dump(), " contradicts ", alias,
+          " = ", value, ", another name of it; correct the one that is wrong");
+  return value;
+}
+
 std::vector<HuggingFaceFamily> hugging_face_families() { return {llama_family(), mistral_family(), gpt2_family(), mixtral_family()}; }
 
 std::vector<FileTensor> file_tensors(const std::vector<HuggingFaceTensor>& table) {

@@ -41,6 +41,8 @@ class HuggingFaceConfig {
 
   /// A size: present, and from 1 to `most`.
   int64_t size(const std::string& key, int64_t most = 1'000'000'000) const;
+  /// The same under `key`, or under `alias`, as their class calls it, too; refused where the two contradict each other.
+  int64_t size_by(const std::string& key, const std::string& alias, int64_t most = 1'000'000'000) const;
 
   /// Refuses any other value than `only` under `key`; `absent` is what an absent key means.
   template <class T>
@@ -87,7 +89,7 @@ struct LlamaDefaults {
 /// What LLaMA and the families that share its blocks have in common: the keys of config.json, and the rows of the table but for the feed-forward layers, which
 /// `feed_forward(layer, table)` adds in their place.
 ModelConfig read_llama_config(const HuggingFaceConfig& config, const LlamaDefaults& absent = {});
-/// Positions that attention sees, as `sliding_window` says: null is none, and an absent one `absent`.
+/// Positions that attention sees, as `sliding_window` says: null is none, and an absent one `absent`. Refuses layers of which some see all of them.
 int64_t read_sliding_window(const HuggingFaceConfig& config, int64_t absent);
 /// For families whose class sees the whole sequence, whatever the file says.
 void refuse_sliding_window(const HuggingFaceConfig& config, const std::string& architecture);

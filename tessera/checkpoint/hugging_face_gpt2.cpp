@@ -13,13 +13,13 @@ ModelConfig read_gpt2_config(const HuggingFaceConfig& config) {
   config.expect("reorder_and_upcast_attn", false, false);
   config.expect("add_cross_attention", false, false);
   ModelConfig model;
-  model.dim = config.size("n_embd");
-  model.layers = config.size("n_layer", kMostLayers);
-  model.heads = config.size("n_head");
+  model.dim = config.size_by("n_embd", "hidden_size");
+  model.layers = config.size_by("n_layer", "num_hidden_layers", kMostLayers);
+  model.heads = config.size_by("n_head", "num_attention_heads");
   model.kv_heads = model.heads;
   model.ffn_dim = config.find<int64_t>("n_inner") ? config.size("n_inner") : 4 * model.dim;
   model.vocab_size = config.size("vocab_size");
-  model.max_seq_len = config.size("n_positions");
+  model.max_seq_len = config.size_by("n_positions", "max_position_embeddings");
   model.tie_embeddings = config.find<bool>("tie_word_embeddings").value_or(true);
   model.norm_eps = config.find<double>("layer_norm_epsilon").value_or(1e-5);
   return model;

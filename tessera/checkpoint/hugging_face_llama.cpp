@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include <fmt/format.h>
 
 #include "tessera/checkpoint/hugging_face_family.h"
@@ -60,13 +62,17 @@ ModelConfig read_llama_config(const HuggingFaceConfig& config, const LlamaDefaul
 }
 
 int64_t read_sliding_window(const HuggingFaceConfig& config, int64_t absent) {
-  if (!config.contains("sliding_window")) return absent;
-  if (!config.find<int64_t>("sliding_window") || !config.find<bool>("use_sliding_window").value_or(true)) return 0;
-  return config.size("sliding_window");
+  int64_t window = absent;  // use_sliding_window is Qwen's: the classes that are read here do not look at it
+  if (config.contains("sliding_window")) window = config.find<int64_t>("sliding_window") ? config.size("sliding_window") : 0;
+  const auto layers = config.find<std::vector<std::string>>("layer_types");
+  const bool alike = !layers || window == 0 || std::ranges::all_of(*layers, [](const std::string& layer) { return layer == "sliding_attention"; });
+  require(alike, config.file().string(), ": layer_types with layers that see all positions beside sliding_window = ", window,
+          " is not supported: ", "here all layers of a model have one window; for layers that all see the whole sequence, set sliding_window to null");
+  return window;
 }
 
 void refuse_sliding_window(const HuggingFaceConfig& config, const std::string& architecture) {
-  const int64_t window = read_sliding_window(config, 0);
+  const int64_t window = config.find<bool>("use_sliding_window").value_or(true) ? config.find<int64_t>("sliding_window").value_or(0) : 0;
   require(window == 0, config.file().string(), ": sliding_window = ", window, ": their ", architecture, " does not look at it and sees the whole sequence; ",
           "remove it, or, where a model of LLaMA's blocks was trained with it, set architectures to MistralForCausalLM and model_type to mistral");
 }
@@ -139,8 +145,6 @@ ModelConfig read_mistral_config(const HuggingFaceConfig& config) {
   constexpr int64_t kKeyHeads = 8, kWindow = 4096;
   ModelConfig model = read_llama_config(config);
   if (!config.contains("num_key_value_heads")) model.kv_heads = kKeyHeads;
-  require(!config.contains("layer_types"), config.file().string(), ": layer_types is not supported: here all layers of a model have one window; ",
-          "their MistralForCausalLM does not look at it either, so remove it where sliding_window says all");
   model.sliding_window = read_sliding_window(config, kWindow);
   return model;
 }

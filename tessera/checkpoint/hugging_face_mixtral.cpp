@@ -10,8 +10,7 @@ ModelConfig read_mixtral_config(const HuggingFaceConfig& config) {
   ModelConfig model = read_llama_config(config, {.rope_theta = 1e6, .norm_eps = 1e-5});
   config.expect("router_jitter_noise", 0.0, 0.0);
   model.sliding_window = read_sliding_window(config, 0);
-  const char* const experts = config.find<int64_t>("num_experts") ? "num_experts" : "num_local_experts";  // as transformers 5 and 4 call them
-  model.experts = config.size(experts, kMostExperts);
+  model.experts = config.size_by("num_local_experts", "num_experts", kMostExperts);
   model.experts_per_token = config.size("num_experts_per_tok", model.experts);
   return model;
 }

@@ -59,7 +59,8 @@ std::string misfit(const SlicedTensor& target, const Manifest& manifest, bool co
   }
   const std::string dtype = dtype_name(tensor.scalar_type());
   const bool converts = convert && at::isFloatingType(tensor.scalar_type()) && at::isFloatingType(dtype_from_name(stored.dtype));
-  if (stored.dtype != dtype && !converts) return detail::concat("dtype of ", slice.name, ": ", stored.dtype, " in the checkpoint, ", dtype, " in the model");
+  if (stored.dtype != dtype && !converts)
+    return detail::concat("dtype of ", slice.name, ": ", stored.dtype, " in the checkpoint, ", dtype, " in the model, which LoadOptions::convert allows");
   try {
     reshard(manifest.slices(slice.name), slice);
     return {};

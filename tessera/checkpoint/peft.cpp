@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <map>
 #include <optional>
+#include <regex>
 #include <set>
 #include <utility>
 
@@ -144,17 +146,34 @@ nlohmann::json read_peft_config(const fs::path& dir, const LoraConfig& lora) {
   return json;
 }
 
-/// PEFT would load the tensors of a list's modules alone, named by the ends of their paths. A string is a regular expression of Python's, or "all-linear".
+/// Whether PEFT adapts the module at `path`: a list names the ends of paths, a string is "all-linear" or a regular expression of Python's for whole paths.
+std::function<bool(const std::string& path)> targeted_by(const fs::path& file, const nlohmann::json& targets) {
+  require(targets.is_array() || targets.is_string(), file.string(), ": target_modules is neither a list nor a string; the file is damaged, copy it anew");
+  if (targets.is_array()) {
+    return [targets](const std::string& path) {
+      return std::ranges::any_of(targets, [&](const nlohmann::json& target) {
+        return target.is_string() && (path == target.get<std::string>() || path.ends_with("." + target.get<std::string>()));
+      });
+    };
+  }
+  if (targets == "all-linear") return [](const std::string& path) { return path != "lm_head"; };
+  try {
+    // In polynomial time, whatever stands in the file.
+    return [pattern = std::regex(targets.get<std::string>(), std::regex::ECMAScript | std::regex_constants::__polynomial)](const std::string& path) {
+      return std::regex_match(path, pattern);
+    };
+  } catch (const std::regex_error&) {
+    throw ConfigError(
+        detail::concat(file.string(), ": target_modules = ", targets.dump(), " is a regular expression that is not understood here; write a list of modules"));
+  }
+}
+
+/// PEFT would load the tensors of target_modules alone.
 void check_targets(const fs::path& file, const nlohmann::json& config, const PeftNames& names, const std::vector<std::string>& adapters) {
-  const nlohmann::json targets = config.value("target_modules", nlohmann::json());
-  if (targets.is_string()) return;
-  require(targets.is_array(), file.string(), ": target_modules is neither a list nor a string; the file is damaged, copy it anew");
+  const auto is_targeted = targeted_by(file, config.value("target_modules", nlohmann::json()));
   for (const std::string& adapter : adapters) {
     const std::string& theirs = names.theirs.at(split_adapter(adapter).first);
-    const bool targeted = std::ranges::any_of(targets, [&](const nlohmann::json& target) {
-      return target.is_string() && (theirs == target.get<std::string>() || theirs.ends_with("." + target.get<std::string>()));
-    });
-    require(targeted, "lora.modules adapts '", split_adapter(adapter).first, "', and target_modules of ", file.string(), " does not name '", theirs,
+    require(is_targeted(theirs), "lora.modules adapts '", split_adapter(adapter).first, "', and target_modules of ", file.string(), " does not name '", theirs,
             "'; let lora.modules name the same layers");
   }
 }

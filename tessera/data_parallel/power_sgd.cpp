@@ -68,19 +68,29 @@ double dot(const T* x, const T* y, int64_t n) {
   return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
 }
 
+/// Scales the row to length 1, and returns the length that it had.
+template <class T>
+double normalize(T* row, int64_t n) {
+  const double norm = std::sqrt(dot(row, row, n)), scale = norm > 0 ? 1 / norm : 0;
+  for (int64_t k = 0; k < n; ++k) row[k] = static_cast<T>(scale * static_cast<double>(row[k]));
+  return norm;
+}
+
+/// A row that depends on those before leaves the first pass as noise of rounding, in any direction. What the second leaves of that is orthogonal to the others,
+/// unless there is no such direction: where all rows are zero in most columns. Then it is noise again, mostly along the others, and counting it would apply
+/// parts of the gradient twice: zeros it is.
 template <class T>
 void gram_schmidt(T* p, int64_t rows, int64_t n) {
   for (int64_t i = 0; i < rows; ++i) {
     T* const row = p + i * n;
+    normalize(row, n);
     for (int pass = 0; pass < 2; ++pass) {  // the second takes out what rounding left of the first
       for (int64_t j = 0; j < i; ++j) {
         const T* const before = p + j * n;
         const T share = static_cast<T>(dot(before, row, n));
         for (int64_t k = 0; k < n; ++k) row[k] -= share * before[k];
       }
-      const double norm = std::sqrt(dot(row, row, n));
-      const T scale = norm > 0 ? static_cast<T>(1 / norm) : T(0);
-      for (int64_t k = 0; k < n; ++k) row[k] *= scale;
+      if (normalize(row, n) < 0.5 && pass == 1) std::fill_n(row, n, T(0));
     }
   }
 }

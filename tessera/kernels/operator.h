@@ -22,7 +22,7 @@ inline bool is_supported(at::ScalarType type) { return type == at::kFloat || typ
 
 inline void require_supported(const char* name, const at::Tensor& tensor) {
   require(is_supported(tensor.scalar_type()), name, ": dtype ", c10::toString(tensor.scalar_type()),
-          " has no fused kernel; use Float, BFloat16, or run.kernels = \"reference\"");
+          " has no fused kernel; use Float, BFloat16, or run.kernels = \"reference\" (in C++ kernels::KernelChoiceGuard(KernelChoice::Reference))");
 }
 
 /// What a fused backward returns (core/once_differentiable.h): the reference is made of operators that autograd knows.

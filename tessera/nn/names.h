@@ -4,6 +4,8 @@
 #include <string>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/nn/module.h>
 
 /// Logical names of parameters: one for each tensor of a model, whichever of its modules were wrapped, and in which order.
@@ -22,8 +24,18 @@ void set_updated_for(const at::Tensor& part, const at::Tensor& parameter);
 /// The parameter in whose place `tensor` is updated: itself where nobody said otherwise; undefined where that parameter is gone.
 at::Tensor updated_for(const at::Tensor& tensor);
 
-/// Another number once `tensor`, or the parameter in whose place it is updated, whose counter is its own although they share memory, has been written through
-/// libtorch.
-int64_t write_count(const at::Tensor& tensor);
+/// What tells whether a tensor is still what it was: another value once `tensor`, or the parameter in whose place it is updated, whose counter is its own
+/// although they share memory, has been written through libtorch, or was given other memory (set_data, torch::load, vector_to_parameters). Writes through
+/// .data() or a pointer show in nothing.
+class WriteMark {
+ public:
+  WriteMark() = default;  ///< of no tensor
+  explicit WriteMark(const at::Tensor& tensor);
+  bool operator==(const WriteMark& other) const;
+
+ private:
+  int64_t writes_ = -1;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_{c10::intrusive_ptr<c10::StorageImpl>()};  ///< held, so that no other memory gets its address
+};
 
 }  // namespace tessera::nn

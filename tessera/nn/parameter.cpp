@@ -178,10 +178,13 @@ at::Tensor updated_for(const at::Tensor& tensor) {
   return parameter ? at::Tensor(std::move(parameter)) : at::Tensor();
 }
 
-int64_t write_count(const at::Tensor& tensor) {
+WriteMark::WriteMark(const at::Tensor& tensor) : writes_(tensor._version()) {
   const at::Tensor parameter = updated_for(tensor);
-  return int64_t{tensor._version()} + (parameter.defined() && !parameter.is_same(tensor) ? int64_t{parameter._version()} : 0);
+  if (parameter.defined() && !parameter.is_same(tensor)) writes_ += int64_t{parameter._version()};
+  storage_ = c10::weak_intrusive_ptr<c10::StorageImpl>(tensor.storage().getWeakStorageImpl());
 }
+
+bool WriteMark::operator==(const WriteMark& other) const { return writes_ == other.writes_ && storage_ == other.storage_; }
 
 void add_sharing(const at::Tensor& parameter, Sharing sharing) {
   change(parameter, [&](ParameterData& data) {

@@ -42,15 +42,15 @@ void HostGradients::take(size_t index) {
   note_versions(index);
 }
 
-void HostGradients::note_versions(size_t index) { versions_[index] = {nn::write_count(parameters_[index].tensor), copies_[index].tensor._version()}; }
+void HostGradients::note_versions(size_t index) { versions_[index] = {nn::WriteMark(parameters_[index].tensor), copies_[index].tensor._version()}; }
 
 void HostGradients::begin_step() {
   const c10::NoGradGuard no_grad;
   clear_gradients();
+  inner_->begin_step();  // which takes in what a program put in a parameter's place
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (nn::write_count(parameters_[i].tensor) != versions_[i].parameter) take(i);
+    if (nn::WriteMark(parameters_[i].tensor) != versions_[i].parameter) take(i);
   }
-  inner_->begin_step();
 }
 
 void HostGradients::finish() {

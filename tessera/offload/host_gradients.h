@@ -53,9 +53,10 @@ class HostGradients final : public GradientSynchronizer {
   void follow();
 
  private:
-  /// Version counters when a parameter and its copy were last equal.
+  /// Of when a parameter and its copy were last equal.
   struct Versions {
-    int64_t parameter = 0, copy = 0;
+    nn::WriteMark parameter;
+    int64_t copy = 0;
   };
   void take(size_t index);
   void note_versions(size_t index);

@@ -74,14 +74,14 @@ void HostOptimizer::counts_changed() {
   if (delayed_ && ahead_.empty()) {
     for (size_t i = 0; i < parameters_.size(); ++i) ahead_.push_back(i);
   }
-  for (auto& own : beside_) own.writes.reset();
+  for (auto& own : beside_) own.writes = {};
   inner_->set_update_counts(update_counts());
 }
 
 void HostOptimizer::follow(size_t index) {
   const at::Tensor& parameter = parameters_[index].tensor;
   Beside& own = beside_[index];
-  if (own.writes != nn::write_count(parameter)) own.copy.copy_(parameter);
+  if (own.writes != nn::WriteMark(parameter)) own.copy.copy_(parameter);
 }
 
 void HostOptimizer::send_gradient(size_t index, const at::Tensor& gradient) {
@@ -180,7 +180,7 @@ void HostOptimizer::update(const Batch& batch) {
       Beside& own = beside_[batch.indices[i]];
       own.copy.mutable_grad() = at::Tensor();
       batch.parameters[i].copy_(own.copy, /*non_blocking=*/true);
-      own.writes = nn::write_count(parameters_[batch.indices[i]].tensor);
+      own.writes = nn::WriteMark(parameters_[batch.indices[i]].tensor);
     }
     begin = end;
   }

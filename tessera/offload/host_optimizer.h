@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "tessera/memory/host_link.h"
+#include "tessera/nn/names.h"
 #include "tessera/optim/optimizer.h"
 
 namespace tessera {
@@ -23,8 +24,8 @@ namespace tessera {
 ///   device    nothing beyond parameters and gradients: with AdamW 8 bytes an element less, 12 less where there are masters
 ///   host      the state, and the copies (as optimizer state); while it steps, the gradients
 ///   traffic   an element's gradient out, its parameter in
-/// Copies begin as the parameters are. Who writes these later through libtorch is followed, as its version counter tells, and so is whoever loads a checkpoint
-/// (set_update_counts). Works on meta. The host reads `skip`, and waits for it.
+/// Copies begin as the parameters are. Who writes these later through libtorch, or gives them other memory, is followed (nn::WriteMark), and so is whoever
+/// loads a checkpoint (set_update_counts). Works on meta. The host reads `skip`, and waits for it.
 ///
 /// Delayed, an update is made on a thread of its own while the next step computes, which has the weights of one update before, and is shown to the parameters
 /// when that step's gradients are there: w(t+1) = w(t) + update of the gradient at w(t-1). The first step shows nothing. state() then has the copies as "next",
@@ -52,10 +53,10 @@ class HostOptimizer final : public optim::Optimizer {
  private:
   /// Of a parameter: its like on the host, and what is on its way there.
   struct Beside {
-    at::Tensor copy;                  ///< in the parameter's shape
-    std::optional<int64_t> writes{};  ///< of the parameter, when it was last what the copy is; nothing: not known
-    at::Tensor gradient{};            ///< while a step is made
-    CopyStream::Point arrived{};      ///< it
+    at::Tensor copy;              ///< in the parameter's shape
+    nn::WriteMark writes{};       ///< of the parameter, when it was last what the copy is; of none: not known
+    at::Tensor gradient{};        ///< while a step is made
+    CopyStream::Point arrived{};  ///< it
   };
 
   void prepare(const std::vector<Batch>& batches) override;

@@ -24,6 +24,8 @@ Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(gro
     // Codes and tables that are registered as parameters have no gradient, and never an update to count: wrappers list them or not.
     std::erase_if(group.parameters, [](const auto& parameter) { return !parameter.tensor.is_floating_point() && !parameter.tensor.is_complex(); });
     for (const auto& parameter : group.parameters) {
+      require(!parameter.tensor.is_complex(), "the optimizer was given '", parameter.name,
+              "', which is complex: ours update real numbers; give it to one of torch::optim");
       invariant(seen.insert(parameter.tensor.unsafeGetTensorImpl()).second, "the optimizer was given parameter '", parameter.name, "' twice");
       require(parameter.name.empty() || names.insert(parameter.name).second, "the optimizer was given two parameters of one name, '", parameter.name,
               "', under which their state could not be told apart; call tessera::nn::assign_paths(model) for the whole model before its parts are wrapped, or "

@@ -98,6 +98,9 @@ TEST(HuggingFaceConfigFile, ReadsGpt2) {
   auto json = gpt2_config();
   json["n_inner"] = 9;
   EXPECT_EQ(read_config(folder, json).ffn_dim, 9);
+  json.erase("n_head");
+  json["num_attention_heads"] = 2;
+  EXPECT_EQ(read_config(folder, json).heads, 2) << "another name of theirs for it";
 }
 
 nlohmann::json mistral_config() {
@@ -124,8 +127,10 @@ TEST(HuggingFaceConfigFile, ReadsMistralsWindow) {
   EXPECT_EQ(read_config(folder, json).kv_heads, 8) << "theirs, too";
   json["use_sliding_window"] = false;
   json["sliding_window"] = 7;
-  EXPECT_EQ(read_config(folder, json).sliding_window, 0);
+  EXPECT_EQ(read_config(folder, json).sliding_window, 7) << "their class does not look at the other key";
   json.erase("use_sliding_window");
+  json["layer_types"] = {"sliding_attention", "sliding_attention"};
+  EXPECT_EQ(read_config(folder, json).sliding_window, 7);
   EXPECT_THAT(
       [&] {
         read_config(folder, json, [](Config& config) {
@@ -161,6 +166,8 @@ TEST(HuggingFaceConfigFile, RefusesByName) {
   expect_refused(llama_config(), "sliding_window", 4, "MistralForCausalLM");
   expect_refused(mistral_config(), "sliding_window", 0, "sliding_window = 0");
   expect_refused(mistral_config(), "layer_types", {"sliding_attention", "full_attention"}, "layer_types");
+  expect_refused(mistral_config(), "layer_types", {"full_attention", "full_attention"}, "set sliding_window to null");
+  expect_refused(gpt2_config(), "num_attention_heads", 1, "n_head = 3 contradicts num_attention_heads = 1");
   expect_refused(llama_config(), "hidden_act", "gelu", "hidden_act = \"gelu\"");
   expect_refused(llama_config(), "head_dim", 4, "head_dim = 4");
   expect_refused(llama_config(), "hidden_size", "8", "hidden_size = \"8\"");

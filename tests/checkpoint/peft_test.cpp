@@ -111,6 +111,9 @@ TEST_F(Peft, RefusesAdaptersThatAreBroken) {
   with("r", 3, "set lora.rank = 3");
   with("target_modules", {"k_proj"}, "does not name 'model.layers.0.self_attn.q_proj'");
   with("target_modules", 7, "neither a list nor a string");
+  with("target_modules", ".*k_proj", "does not name 'model.layers.0.self_attn.q_proj'");
+  with("target_modules", "q_proj", "does not name 'model.layers.0.self_attn.q_proj'");  // it is matched with whole paths
+  with("target_modules", "(?P<x>.*q_proj", "is a regular expression that is not understood here");
   with("layers_to_transform", {0}, "layers_to_transform = [0] is not supported");
   with("alora_invocation_tokens", {1, 2}, "alora_invocation_tokens = [1,2] is nothing that plain LoRA has");
   with("arrow_config", {{"top_k", 3}}, R"(arrow_config = {"top_k":3} is nothing that plain LoRA has)");
@@ -121,6 +124,11 @@ TEST_F(Peft, RefusesAdaptersThatAreBroken) {
   by_its_end["init_lora_weights"] = "gaussian";
   std::ofstream(config) << by_its_end.dump();
   load_peft(folder_ / "peft", model_, lora_, adapters());
+  for (const char* pattern : {"all-linear", R"(model\.layers\.\d+\.self_attn\.(q|v)_proj)", ".*q_proj"}) {
+    by_its_end["target_modules"] = pattern;
+    std::ofstream(config) << by_its_end.dump();
+    load_peft(folder_ / "peft", model_, lora_, adapters());
+  }
 
   std::string bytes;
   {

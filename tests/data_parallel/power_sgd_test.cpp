@@ -5,6 +5,7 @@
 #include "support.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/core/rng.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/meta.h"
 
@@ -243,8 +244,14 @@ TEST(PowerSgd, SmallTensorsAndShapesOfOneOrNoElementCrossWhole) {
   run_ranks(3, [&](World& world) {
     torch::nn::Module model;
     std::vector<at::Tensor> parameters;
-    for (const auto& [name, shape] : std::vector<std::pair<std::string, std::vector<int64_t>>>{
-             {"matrix", {11, 13}}, {"scalar", {}}, {"empty", {0, 4}}, {"one", {1, 1}}, {"row", {1, 20}}, {"cube", {6, 5, 7}}, {"bias", {3}}, {"page", {1, 8, 9}}}) {
+    for (const auto& [name, shape] : std::vector<std::pair<std::string, std::vector<int64_t>>>{{"matrix", {11, 13}},
+                                                                                               {"scalar", {}},
+                                                                                               {"empty", {0, 4}},
+                                                                                               {"one", {1, 1}},
+                                                                                               {"row", {1, 20}},
+                                                                                               {"cube", {6, 5, 7}},
+                                                                                               {"bias", {3}},
+                                                                                               {"page", {1, 8, 9}}}) {
       parameters.push_back(model.register_parameter(name, random_tensor(shape, name)));
     }
     parameters.push_back(model.register_parameter("pages", random_tensor({1, 8, 9}, "pages").permute({1, 0, 2})));  // [8, 1, 9], the one outermost in memory
@@ -329,6 +336,31 @@ TEST(OrthonormalizeRows, MakesRowsOrthonormalAlsoWhereTheyNearlyDepend) {
       }
     }
   }
+}
+
+/// Of a table of which few entries are used: more rows than there are directions.
+TEST(OrthonormalizeRows, MoreRowsThanColumnsInUseBecomeZeros) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+    for (int64_t used = 1; used < 6; ++used) {
+      for (uint64_t seed = 0; seed < 20; ++seed) {
+        at::Tensor p = at::zeros({6, 40}, dtype);
+        at::Tensor some = at::empty({6, used}, at::kFloat);
+        CounterRng(seed, "p").fill_normal(some.data_ptr<float>(), 0, some.numel(), 0, 1e-3);
+        p.narrow(1, 7, used).copy_(some);
+        orthonormalize_rows(p);
+        const at::Tensor products = at::mm(p, p.t());
+        at::Tensor want = at::zeros_like(products);
+        want.diagonal().narrow(0, 0, used).fill_(1);
+        EXPECT_LT((products - want).abs().max().item<double>(), 1e-6) << used << " of " << dtype << ", seed " << seed;
+      }
+    }
+  }
+}
+
+TEST(OrthonormalizeRows, TakesRowsWhoseLengthHasNoReciprocal) {
+  const at::Tensor p = at::tensor({3e-41f, 4e-41f, 0.F, 1e-41f}).view({2, 2}).contiguous();
+  orthonormalize_rows(p);
+  EXPECT_LT((at::mm(p, p.t()) - at::eye(2)).abs().max().item<double>(), 1e-6) << p;
 }
 
 TEST(OrthonormalizeRows, LeavesRowsOfZerosAndNothingAlone) {

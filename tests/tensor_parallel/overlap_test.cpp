@@ -2,6 +2,8 @@
 
 #include <chrono>
 
+#include <ATen/autocast_mode.h>
+#include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -132,6 +134,33 @@ TEST_P(Overlapped, NetEqualsOneDevice) {
         nn::sum_terms(tensor->group(), nn::unique_parameters(*net));
         EXPECT_LT(difference_from(*net, gradients), kOverlapParity) << sizes.length << " positions";
       }
+    });
+  }
+}
+
+/// Its casts are those of whole operators, so layers do not overlap under it: the bits of a run without.
+TEST(Overlap, UnderAutocastIsLeftOut) {
+  for (const bool sequence : {false, true}) {
+    run_ranks(2, [&](World& world) {
+      const auto gradients = [&](const TensorParallelOptions& options) {
+        TokenNet net = on_meta([] { return TokenNet(); });
+        const auto tensor = parallelize_module(net, world.group(), plan_of(sequence, false), options);
+        materialize(net, 7, testing_support::test_device());
+        const auto type = testing_support::test_device().type();
+        const at::ScalarType usual = at::autocast::get_autocast_dtype(type);
+        at::autocast::set_autocast_enabled(type, true);
+        at::autocast::set_autocast_dtype(type, at::kBFloat16);
+        const auto off = c10::make_scope_exit([&] {
+          at::autocast::clear_cache();
+          at::autocast::set_autocast_dtype(type, usual);
+          at::autocast::set_autocast_enabled(type, false);
+        });
+        std::vector<at::Tensor> all{forward_backward(net, sample(2, 80, 29))};
+        for (const auto& parameter : nn::unique_parameters(*net)) all.push_back(parameter.tensor.grad());
+        return all;
+      };
+      const auto with = gradients(kOverlap), without = gradients({});
+      for (size_t i = 0; i < with.size(); ++i) EXPECT_TRUE(at::equal(with[i], without[i])) << i;
     });
   }
 }

@@ -36,10 +36,19 @@ std::unique_ptr<optim::Optimizer> adamw_on_the_host(const std::vector<nn::NamedP
   return std::make_unique<HostOptimizer>(parameters, at::kCPU, adamw_of);
 }
 
-void write_weights(torch::nn::Module& net, int step) {
+enum class Writes { InPlace, BySetData };
+
+void write_weights(torch::nn::Module& net, int step, Writes how) {
   if (step != 1) return;
   const c10::NoGradGuard no_grad;
-  for (const at::Tensor& parameter : net.parameters()) at::Tensor(parameter).mul_(0.5).clamp_(-0.2, 0.3);
+  for (at::Tensor parameter : net.parameters()) {
+    if (how == Writes::InPlace) {
+      parameter.mul_(0.5).clamp_(-0.2, 0.3);
+    } else {
+      parameter.set_data(parameter.detach().mul(0.5));
+      parameter.set_data(parameter.detach().clamp(-0.2, 0.3));
+    }
+  }
 }
 
 void pass(Net& net, World& world, int step) {
@@ -48,7 +57,7 @@ void pass(Net& net, World& world, int step) {
 }
 
 /// What each rank's model is after steps of the plain loop with weights written between them.
-std::vector<std::vector<at::Tensor>> in_the_loop(int ranks, const std::string& technique, const auto& make) {
+std::vector<std::vector<at::Tensor>> in_the_loop(int ranks, const std::string& technique, Writes how, const auto& make) {
   std::vector<std::vector<at::Tensor>> values(static_cast<size_t>(ranks));
   run_ranks(ranks, [&](World& world) {
     Net net;
@@ -58,7 +67,7 @@ std::vector<std::vector<at::Tensor>> in_the_loop(int ranks, const std::string& t
       optimizer.zero_grad();
       pass(net, world, step);
       optimizer.step(1e-2);
-      write_weights(net, step);
+      write_weights(net, step, how);
     }
     unshard_all({wrapper.get()});
     values[static_cast<size_t>(world.rank())] = values_of(net);
@@ -67,7 +76,7 @@ std::vector<std::vector<at::Tensor>> in_the_loop(int ranks, const std::string& t
 }
 
 /// The same with gradients that go to the host while backward runs.
-std::vector<std::vector<at::Tensor>> streamed(int ranks, const std::string& technique) {
+std::vector<std::vector<at::Tensor>> streamed(int ranks, const std::string& technique, Writes how) {
   std::vector<std::vector<at::Tensor>> values(static_cast<size_t>(ranks));
   run_ranks(ranks, [&](World& world) {
     Net net;
@@ -91,7 +100,7 @@ std::vector<std::vector<at::Tensor>> streamed(int ranks, const std::string& tech
       host.finish();
       optimizer->step(1e-2);
       host.after_update();
-      write_weights(net, step);
+      write_weights(net, step, how);
     }
     values[static_cast<size_t>(world.rank())] = values_of(net);
   });
@@ -105,10 +114,12 @@ void expect_bits(const std::vector<std::vector<at::Tensor>>& found, const std::v
 TEST(HostCopies, FollowWhoWritesTheModelsParameters) {
   for (const int ranks : {1, 2, 3}) {
     for (const std::string& technique : techniques) {
-      SCOPED_TRACE(technique + " on " + std::to_string(ranks));
-      const auto expected = in_the_loop(ranks, technique, adamw_of);
-      expect_bits(in_the_loop(ranks, technique, adamw_on_the_host), expected);
-      if (technique != "fsdp") expect_bits(streamed(ranks, technique), expected);
+      for (const Writes how : {Writes::InPlace, Writes::BySetData}) {
+        SCOPED_TRACE(technique + (how == Writes::BySetData ? " by set_data on " : " on ") + std::to_string(ranks));
+        const auto expected = in_the_loop(ranks, technique, how, adamw_of);
+        expect_bits(in_the_loop(ranks, technique, how, adamw_on_the_host), expected);
+        if (technique != "fsdp") expect_bits(streamed(ranks, technique, how), expected);
+      }
     }
   }
 }

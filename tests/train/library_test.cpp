@@ -350,10 +350,13 @@ TEST(Library, ACopyOfTheModel) {
     auto model = std::make_shared<Net>(), copy = std::make_shared<Net>();
     fill(*model);
     fill(*copy);
+    for (auto& parameter : model->encoder->parameters()) parameter.requires_grad_(false);
     auto sharded = tessera::fully_shard(*model, world.group());
     //: copy
-    for (auto& parameter : copy->parameters()) parameter.requires_grad_(false);
+    auto copied = copy->parameters();  // what is frozen when it is wrapped lies apart, so the copy is wrapped with the same layers frozen
+    for (size_t i = 0; i < copied.size(); ++i) copied[i].requires_grad_(model->parameters()[i].requires_grad());
     auto around_copy = tessera::fully_shard(*copy, world.group());
+    for (auto& parameter : copied) parameter.requires_grad_(false);
     const auto follow = [&](double decay) {  // 0 copies
       const torch::NoGradGuard no_grad;      // between steps
       const auto from = model->parameters();
