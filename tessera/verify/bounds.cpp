@@ -46,7 +46,9 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks, int colu
   const double weights = roundoff(precision.params), compute = roundoff(precision.compute);
   const bool narrow_sums = weights > fp32 && !precision::policy_from(precision).gradient_dtype();
   const auto& wire = layout.comm.compression == "none" ? precision.reduce : layout.comm.compression;
-  const int terms = data_ranks * column_ranks;  // of each gradient's sum
+  // Of each gradient's sum: sharded experts lie on the ranks of tensor parallelism, too, each with a term of its own tokens.
+  const int shared = layout.model.experts > 0 && layout.zero.stage > 0 ? layout.mesh.tp : 1, parts = layout.mesh.ep * layout.mesh.expert_tp;
+  const int terms = std::max(data_ranks * column_ranks, data_ranks * column_ranks * shared / parts);
   const double crossing = terms > 1 ? roundoff(wire) : fp32;
   const bool experts = layout.mesh.ep > 1 || layout.mesh.expert_tp > 1;
   const bool tiles = layout.recompute.ffn_tile > 0 && !layout.run.deterministic;                   // which one device has only under run.deterministic

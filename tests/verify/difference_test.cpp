@@ -159,6 +159,13 @@ TEST(VerifyBounds, FollowTheNumberFormats) {
   EXPECT_EQ(bounds_of(with({"precision.reduce=bf16"}), 3, 3).gradients, 4 * std::ldexp(1, -8));
   EXPECT_EQ(bounds_of(with({"comm.compression=fp16"}), 2, 2).gradients, 3 * std::ldexp(1, -11));
   EXPECT_EQ(bounds_of(with({"precision.params=bf16"}), 2, 2).weights, std::ldexp(1, -7));
+  // Experts cross between ranks of tensor parallelism where they are sharded, unless each holds others.
+  const auto experts = [](const std::string& stage, const std::string& ep) {
+    return bounds_of(with({"model.experts=4", "mesh.tp=2", "mesh.ep=" + ep, "precision.reduce=bf16", "zero.stage=" + stage}), 2, 1).gradients;
+  };
+  EXPECT_EQ(experts("2", "1"), 3 * std::ldexp(1, -8));
+  EXPECT_EQ(experts("2", "2"), 1e-5);
+  EXPECT_EQ(experts("0", "1"), 1e-5);
   const auto split = bounds_of(with({"precision.compute=bf16"}), 6, 3);
   EXPECT_EQ(split.gradients, std::ldexp(1, -5));
   EXPECT_EQ(split.losses, std::ldexp(1, -8));

@@ -58,6 +58,7 @@ TEST_F(VerifyMixture, CutLayersAreOneDevice) {
                                    {"tp=3", {by_sequence, "data.seq_len=15", "recompute.mode=selective"}},
                                    {"tp=2,ep=2,dp_shard=2", {"zero.stage=1", by_sequence, "model.shared_ffn_dim=20", "model.shared_gate=true"}},
                                    {"tp=2,expert_tp=2", {"precision.compute=bf16"}},
+                                   {"tp=2", {"zero.stage=2", "precision.reduce=bf16"}},
                                    {"tp=2,ep=2,expert_tp=2,dp_shard=2", {"zero.stage=3", "recompute.mode=full", "model.router=sigmoid"}},
                                    {"dp_shard=2,expert_tp=2", {"zero.stage=2", "precision.params=bf16", "precision.compute=bf16"}},
                                    {"tp=2,cp=2,ep=4", {"zero.stage=2", by_sequence, "data.seq_len=15"}},
