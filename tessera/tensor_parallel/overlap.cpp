@@ -387,7 +387,8 @@ at::Tensor multiply_rows(Context& context, const at::Tensor& x, nn::LinearImpl& 
 
 bool can_overlap(const nn::LinearImpl& linear, const at::Tensor& x, TensorLayout sequence_side, int64_t features) {
   const at::Tensor& weight = linear.weight;
-  if (at::autocast::is_autocast_enabled(x.device().type())) return false;  // its casts belong to whole operators
+  const auto type = x.device().type();
+  if (at::autocast::is_autocast_available(type) && at::autocast::is_autocast_enabled(type)) return false;  // its casts belong to whole operators
   return !linear.computes_in_fp8() && !linear.has_to_be_called() && weight.dim() == 2 && weight.size(0) == features && weight.size(1) == x.size(-1) &&
          x.scalar_type() == linear.compute_dtype().value_or(weight.scalar_type()) && (sequence_side == TensorLayout::Sequence ? x.dim() == 3 : x.dim() > 1);
 }
