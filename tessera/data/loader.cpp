@@ -23,12 +23,12 @@ void check(const LoaderOptions& o) {
           std::max<int64_t>(1, (o.global_size + o.micro_size - 1) / o.micro_size) * o.micro_size);
 }
 
-/// Rows, and who has which of their columns. `lengths`: of the samples, or, where they are packed, of the documents of the one row.
-void shape(MicroBatch& micro, const std::vector<int64_t>& lengths, bool packed, int64_t seq_len, const ColumnShare& columns) {
+/// Rows, and who has which of their columns. `lengths`: of the samples, or, where they are packed, of the documents of the one row, which holds `samples`.
+void shape(MicroBatch& micro, const std::vector<int64_t>& lengths, bool packed, int64_t samples, int64_t seq_len, const ColumnShare& columns) {
   const int64_t all = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
   micro.rows = packed ? 1 : static_cast<int64_t>(lengths.size());
   micro.seq_len = packed ? all : seq_len;
-  micro.row_samples = packed ? all / seq_len : 1;
+  micro.row_samples = packed ? samples : 1;
   if (columns.cut()) micro.cut = std::make_shared<SequenceCut>(columns.rule(packed ? lengths : std::vector{seq_len}, columns.ranks));
 }
 
@@ -149,7 +149,7 @@ StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device devic
   StepBatch batch = numbered(options, step, [&](int64_t) { return of_one; });
   const std::vector<int64_t> lengths = dry_documents(options);
   for (MicroBatch& micro : batch.micro_batches) {
-    shape(micro, lengths, options.packed, options.seq_len, options.columns);
+    shape(micro, lengths, options.packed, options.micro_size, options.seq_len, options.columns);
     allocate(micro, options.packed, options.reads, options.columns, device);
     if (micro.index >= 0) micro.valid_tokens = micro.rows * columns_of(micro, options.columns);
   }
@@ -181,7 +181,7 @@ void fill_with(const Corpus& corpus, const std::vector<int64_t>& windows, int64_
     }
     if (packed && used < seq_len) documents.push_back(seq_len - used);
   }
-  shape(micro, packed ? documents : std::vector<int64_t>(windows.size(), seq_len), packed, seq_len, columns);
+  shape(micro, packed ? documents : std::vector<int64_t>(windows.size(), seq_len), packed, std::ssize(windows), seq_len, columns);
   allocate(micro, packed, reads, columns, at::kCPU);
   const auto runs = columns.cut() ? micro.cut->runs[static_cast<size_t>(columns.rank)] : std::vector<ColumnRun>{{0, micro.seq_len}};
   if (columns.cut()) micro.positions.copy_(micro.cut->positions(columns.rank, at::kCPU));

@@ -217,6 +217,15 @@ TEST_F(DocumentsTest, ADryBatchHasTheirShapesAndAnEvaluationReadsEachOnce) {
   const int64_t columns = dry_batch(balanced, 1, at::kMeta).micro_batches.front().columns();
   EXPECT_GE(columns, 3 * 17 / 2 + 2);
   EXPECT_LE(columns, 3 * 17 / 2 + 4);
+  for (const int64_t micro_size : {1, 2, 3}) {
+    for (const int64_t documents : {1, 8}) {  // of which the row has some columns more, or fewer, than its windows
+      balanced.micro_size = micro_size;
+      balanced.dry_documents = documents;
+      EXPECT_EQ(dry_batch(balanced, 1, at::kMeta).micro_batches.front().row_samples, micro_size);
+    }
+  }
+  balanced.micro_size = 3;
+  balanced.dry_documents = 1;
   Loader all(data, balanced);
   for (int step = 0; step < 5; ++step) {
     for (const MicroBatch& micro : all.next().micro_batches) EXPECT_LE(micro.columns(), columns) << "a plan is never too low";
