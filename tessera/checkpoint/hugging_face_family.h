@@ -12,6 +12,7 @@
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/core/error.h"
+#include "tessera/core/json_integer.h"
 
 namespace tessera::checkpoint {
 

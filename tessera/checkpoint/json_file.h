@@ -1,9 +1,7 @@
 #pragma once
 
-#include <cstdint>
 #include <filesystem>
 #include <string>
-#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -14,10 +12,5 @@ nlohmann::json parse_json(const std::string& text, const std::filesystem::path& 
 
 /// Reads and parses a file of at most 256 MiB.
 nlohmann::json read_json(const std::filesystem::path& file);
-
-/// An integer of 64 bits, or a list of them; anything else, a fraction or a number that does not fit too, is a ConfigError that shows it. (nlohmann's own
-/// conversion cuts fractions off, and wraps.)
-int64_t to_integer(const nlohmann::json& value);
-std::vector<int64_t> to_integers(const nlohmann::json& list);
 
 }  // namespace tessera::checkpoint

@@ -8,6 +8,7 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
+#include "tessera/core/json_integer.h"
 #include "tessera/core/json_reason.h"
 
 namespace tessera::checkpoint {

@@ -5,6 +5,7 @@
 
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/core/hash.h"
+#include "tessera/core/json_integer.h"
 
 namespace tessera::checkpoint {
 namespace {

@@ -19,6 +19,7 @@
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
+#include "tessera/core/json_integer.h"
 #include "tessera/core/json_reason.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/names.h"

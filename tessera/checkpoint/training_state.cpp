@@ -11,6 +11,7 @@
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
+#include "tessera/core/json_integer.h"
 #include "tessera/core/json_reason.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <fstream>
 #include <limits>
 #include <sstream>
 #include <type_traits>
@@ -14,6 +13,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
+#include "tessera/core/text_file.h"
 
 // Every key is read by a visit over the fields of its section, as they are declared: there is no second table of names and types that could differ. A --set is
 // tried as TOML first and taken as bare text where that fails or the field is a string, so that a shell needs no quotes around quotes.
@@ -340,11 +340,8 @@ Config load_config(const std::filesystem::path& file, const std::vector<std::str
   require(!std::filesystem::is_directory(file, ignored), "configuration file ", file.string(), ": is a folder; name a .toml file");
   // Every rank reads it, and a pipe gives it to one; one that nobody writes holds its reader for ever.
   require(std::filesystem::is_regular_file(file, ignored), "configuration file ", file.string(), ": is not a regular file; write it to one, and name that");
-  std::ifstream stream(file, std::ios::binary);
-  require(stream.good(), "configuration file ", file.string(), ": cannot be opened; check its permissions");
-  std::ostringstream text;
-  text << stream.rdbuf();
-  Config config = parse_config(text.str(), file.parent_path(), sets, file.string());
+  const std::string text = read_text_file("configuration file " + file.string(), file);
+  Config config = parse_config(text, file.parent_path(), sets, file.string());
   const std::string stem = file.stem().string();
   if (stem != "." && stem != "..") config.name = stem;  // it names a folder: of "...toml" it would be the one above
   return config;

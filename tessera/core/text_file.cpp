@@ -1,9 +1,11 @@
 #include "tessera/core/text_file.h"
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <system_error>
 
 #include "tessera/core/error.h"
@@ -23,6 +25,22 @@ void write_text_file(const std::string& what, const std::string& path, std::stri
   const bool full = reason == ENOSPC || reason == EDQUOT || reason == EFBIG;
   throw ConfigError(detail::concat(what, ": cannot be written: ", reason != 0 ? std::strerror(reason) : "the reason is not known",
                                    full ? "; make room there, or name a file on another disk" : "; name a file in a folder that exists and can be written"));
+}
+
+std::string read_text_file(const std::string& what, const std::string& path) {
+  const auto check = [&](bool good) { require(good, what, ": cannot be read: ", std::strerror(errno), "; name a file that is there and can be read"); };
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
+  check(file != nullptr);
+  std::string text;
+  for (size_t got = 1; got > 0;) {
+    constexpr size_t kPiece = size_t{64} << 10;
+    const size_t before = text.size();
+    text.resize(before + kPiece);
+    got = std::fread(text.data() + before, 1, kPiece, file.get());
+    check(std::ferror(file.get()) == 0);
+    text.resize(before + got);
+  }
+  return text;
 }
 
 }  // namespace tessera

@@ -9,4 +9,8 @@ namespace tessera {
 /// half a file left behind.
 void write_text_file(const std::string& what, const std::string& path, std::string_view text);
 
+/// Reads a file to its end. Throws ConfigError, which begins with `what` ("--layouts = a.jsonl"), with the system's reason where that fails: a stream of the
+/// standard library would take an error for the end of the file, or throw a sentence that names neither.
+std::string read_text_file(const std::string& what, const std::string& path);
+
 }  // namespace tessera

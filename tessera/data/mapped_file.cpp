@@ -19,10 +19,14 @@ MappedFile::MappedFile(const std::filesystem::path& file) {
   struct stat status{};
   const bool known = ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
   size_ = known ? static_cast<size_t>(status.st_size) : 0;
+  std::byte first{};
+  const ssize_t beyond = known && size_ == 0 ? ::pread(descriptor, &first, 1, 0) : 0;  // of what has no bytes, or only says so, as files of the system do
   void* mapped = size_ > 0 ? ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, descriptor, 0) : nullptr;
   const int error = errno;
   ::close(descriptor);  // the mapping keeps the file
   require(known, file.string(), ": is not a regular file");
+  require(beyond >= 0, file.string(), ": cannot be read: ", std::strerror(error));
+  require(beyond == 0, file.string(), ": says that it is empty, and is not, as files of the system do; copy it, and name the copy");
   require(mapped != MAP_FAILED, file.string(), ": cannot be mapped into memory: ", std::strerror(error));
   data_ = static_cast<const std::byte*>(mapped);
 }

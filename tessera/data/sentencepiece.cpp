@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <array>
 #include <bitset>
-#include <fstream>
+#include <filesystem>
 #include <unordered_map>
 
 #include <sentencepiece_processor.h>
 
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
+#include "tessera/core/text_file.h"
 #include "tessera/data/sentencepiece_rules.h"
 #include "tessera/data/utf8.h"
 
@@ -206,9 +207,9 @@ class SentencePieceTokenizer : public Tokenizer {
     std::error_code error;
     const bool special = std::filesystem::exists(file, error) && !std::filesystem::is_regular_file(file, error);
     require(!special, knob, " = ", file.string(), ": is no regular file; give `byte` or a SentencePiece .model");
-    std::ifstream in(file, std::ios::binary);
-    require(in.good(), knob, " = ", file.string(), ": no such file; give `byte` or a SentencePiece .model (tessera tokenize --train makes one)");
-    const std::string bytes{std::istreambuf_iterator<char>(in), {}};
+    require(std::filesystem::exists(file, error), knob, " = ", file.string(),
+            ": no such file; give `byte` or a SentencePiece .model (tessera tokenize --train makes one)");
+    const std::string bytes = read_text_file(knob + " = " + file.string(), file);
     model_.file = file.string();
     model_.knob = knob;
     const auto refuse = [&](const std::string& why) {

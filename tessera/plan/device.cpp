@@ -2,8 +2,6 @@
 
 #include <array>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <sstream>
 #include <string_view>
 #include <utility>
@@ -129,9 +127,8 @@ std::string to_toml(const Device& device) {
 
 std::vector<std::string> device_names() { return names_of(kHardwareFiles); }
 
-Device find_device(const std::string& name_or_file) {
-  const auto [text, origin] = find_text(name_or_file, kHardwareFiles, "--device", "device");
-  return parse_device(text, origin);
+Device find_device(const std::string& name_or_file, const std::string& flag) {
+  return read_named(name_or_file, kHardwareFiles, flag, "device", "those of tessera/plan/hardware, or one that `tessera bench device -o` wrote", parse_device);
 }
 
 }  // namespace tessera::plan

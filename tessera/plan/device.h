@@ -43,7 +43,7 @@ struct Device {
 
 /// One of the files that tessera brings, by name, or a file. Throws ConfigError for a name that is neither (with the nearest), and for a file that is not of
 /// this form.
-Device find_device(const std::string& name_or_file);
+Device find_device(const std::string& name_or_file, const std::string& flag = "--device");
 
 /// Of a file's text; `origin` stands in messages.
 Device parse_device(const std::string& text, const std::string& origin);

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <tuple>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -96,8 +94,7 @@ Framework parse_framework(const std::string& text, const std::string& origin) {
 std::vector<std::string> framework_names() { return names_of(kFrameworkFiles); }
 
 Framework find_framework(const std::string& name_or_file) {
-  const auto [text, origin] = find_text(name_or_file, kFrameworkFiles, "--framework", "framework");
-  return parse_framework(text, origin);
+  return read_named(name_or_file, kFrameworkFiles, "--framework", "framework", "those of tessera/plan/frameworks", parse_framework);
 }
 
 std::vector<std::string> settings_of(const Framework& framework, int tp) {

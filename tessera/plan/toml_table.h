@@ -3,8 +3,6 @@
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <optional>
 #include <set>
 #include <span>
@@ -23,6 +21,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
+#include "tessera/core/text_file.h"
 
 /// How files of devices and of frameworks are found, read, and refused by the names that they have for things.
 namespace tessera::plan {
@@ -65,8 +64,19 @@ inline NamedText find_text(const std::string& name_or_file, BuiltInFiles files, 
   }
   require(!is_folder(name_or_file), flag, " ", name_or_file, ": is a folder; name a file, or one of the ", kind, "s that tessera plan knows");
   require(std::filesystem::is_regular_file(name_or_file), flag, " ", name_or_file, ": is not a regular file; write it to one, and name that");
-  std::ifstream file(name_or_file);
-  return {{std::istreambuf_iterator<char>(file), {}}, name_or_file};
+  return {read_text_file(flag + " = " + name_or_file, name_or_file), name_or_file};
+}
+
+/// And reads it. What is wrong with a file of the user's is said with the flag that named it, and with what was expected ("those of tessera/plan/hardware").
+template <class Parse>
+auto read_named(const std::string& name_or_file, BuiltInFiles files, const std::string& flag, const std::string& kind, const std::string& like,
+                const Parse& parse) {
+  const auto [text, origin] = find_text(name_or_file, files, flag, kind);
+  try {
+    return parse(text, origin);
+  } catch (const ConfigError& error) {
+    throw ConfigError(detail::concat(flag, " = ", error.what(), "; expected a file such as ", like));
+  }
 }
 
 /// Reads a table key by key, and refuses what is left.

@@ -78,7 +78,7 @@ TEST(Table, RefusesDamageWithFileAndLine) {
   EXPECT_THAT(reading(R"({"op":"all_reduce","backend":"gloo","algorithm":"ring","bytes":4096,"ranks":4,"time_us":0})"), HasSubstr("a positive time"));
   for (const std::string ranks : {"4294967298", "18446744073709551615", "2.5", "true"}) {
     EXPECT_THAT(reading(R"({"op":"all_reduce","backend":"gloo","algorithm":"ring","bytes":4096,"ranks":)" + ranks + R"(,"time_us":7})"),
-                HasSubstr("line 2: ranks = " + ranks + ": expected a whole number of at most 2147483647"));
+                HasSubstr("line 2: ranks = " + ranks + ": expected a whole number from 1 to 2147483647"));
   }
   EXPECT_THAT(refusal_to_choose([] { read_table("/nowhere/table.jsonl"); }), HasSubstr("comm.table = /nowhere/table.jsonl: cannot be read"));
   const File empty("\n");

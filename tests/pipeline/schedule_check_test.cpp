@@ -123,7 +123,8 @@ TEST(ScheduleText, WhatIsNoActionIsRefused) {
   EXPECT_EQ(read(""), "mine.csv: holds no action; write a row for each rank, such as 0F0,0B0");
   EXPECT_EQ(read("0F0,0B0\n,,\n1F0,1B0"), "mine.csv: row 2 (rank 1) holds no action: each row is what one rank does");
   EXPECT_EQ(read("1048575F1,0B0"), "mine.csv: 1048576 stages with 2 micro-batches, as its largest numbers say, take at least 4194304 actions, and there are 2");
-  EXPECT_EQ(refusal([] { read_csv_file("/nowhere/a.csv"); }), "/nowhere/a.csv: cannot be read; name a CSV file that holds a schedule");
+  EXPECT_EQ(refusal([] { read_csv_file("/nowhere/a.csv"); }),
+            "/nowhere/a.csv: cannot be read: No such file or directory; name a file that is there and can be read");
 }
 
 }  // namespace

@@ -107,6 +107,11 @@ TEST(Timed, RefusesWhatIsNoTimeline) {
   EXPECT_THAT(refused({{"micro_batches", 1}}), HasSubstr("0F1 is of another schedule"));
   EXPECT_THAT(refused({{"micro_batches", 1'000'000'000}}), HasSubstr("no pipeline has"));
   EXPECT_THAT(refused({{"rank_of_stage", {0, 5}}}), HasSubstr("names rank 5 of 2"));
+  EXPECT_THAT(refused({{"micro_batches", (int64_t{1} << 32) + 2}}), HasSubstr("micro_batches = 4294967298: expected a whole number from 0 to 2147483647"));
+  EXPECT_THAT(refused({{"rank_of_stage", {int64_t{1} << 40, 1}}}), HasSubstr("rank_of_stage names rank 1099511627776 of 2"));
+  EXPECT_THAT(refused({{"rank_of_stage", {0.5, 1}}}), HasSubstr("0.5 is not an integer of 64 bits"));
+  EXPECT_THAT(refused({{"step", 2.7}}), HasSubstr("step = 2.7: expected a whole number"));
+  EXPECT_THAT(refused({{"step", std::numeric_limits<uint64_t>::max()}}), HasSubstr("step = 18446744073709551615: expected a whole number"));
   EXPECT_THAT(refused({{"timeline", {{{0, 1}}, {{0, 1}}}}}), HasSubstr("1 spans for 4 actions"));
   EXPECT_THAT(refused({{"timeline", {{{0, 1}, {1, 2}, {3, 2}, {4, 5}}, {{0, 1}, {1, 2}, {3, 4}, {4, 5}}}}}), HasSubstr("goes back in time"));
   EXPECT_THAT(refused({{"asked", {{0, 0, 0, 0}}}}), HasSubstr("asked has another number of ranks"));

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <system_error>
 #include <vector>
 
@@ -11,6 +9,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
+#include "tessera/core/text_file.h"
 #include "tessera/pipeline/schedules/check.h"
 
 namespace tessera::schedules {
@@ -121,11 +120,7 @@ Schedule read_csv_file(const std::string& path) {
   std::error_code error;
   const bool special = is_there(path) && !std::filesystem::is_regular_file(path, error);  // a pipe might never end, or never begin
   require(!special, path, is_folder(path) ? ": is a folder" : ": is not a regular file", "; name a CSV file that holds a schedule");
-  std::ifstream file(path, std::ios::binary);
-  require(file.good(), path, ": cannot be read; name a CSV file that holds a schedule");
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  require(!file.bad(), path, ": cannot be read to its end");
-  return read_csv(text, path);
+  return read_csv(read_text_file(path, path), path);
 }
 
 }  // namespace tessera::schedules

@@ -3,15 +3,18 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <fstream>
+#include <limits>
 #include <map>
+#include <sstream>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/error.h"
+#include "tessera/core/json_integer.h"
 #include "tessera/core/json_reason.h"
+#include "tessera/core/text_file.h"
 #include "tessera/pipeline/schedules/check.h"
 #include "tessera/pipeline/schedules/events.h"
 
@@ -54,14 +57,18 @@ Timeline timeline_in(const Json& json, const Schedule& schedule) {
 
 Schedule schedule_in(const Json& json) {
   Schedule schedule{.name = json.at("name").get<std::string>(),
-                    .micro_batches = json.at("micro_batches").get<int>(),
-                    .rank_of = json.at("rank_of_stage").get<std::vector<int>>(),
+                    .micro_batches = static_cast<int>(to_integer(json.at("micro_batches"), "micro_batches", 0, std::numeric_limits<int>::max())),
+                    .rank_of = {},
                     .actions = {}};
   const auto ranks = json.at("actions").size();
-  require(ranks > 0 && static_cast<int64_t>(ranks) <= kMostStages && schedule.stages() <= kMostStages && schedule.micro_batches > 0 &&
-              int64_t{schedule.micro_batches} * schedule.stages() <= kMostEvents,
-          "no pipeline has ", ranks, " ranks, ", schedule.stages(), " stages and ", schedule.micro_batches, " micro-batches");
-  for (const int rank : schedule.rank_of) require(rank >= 0 && rank < static_cast<int>(ranks), "rank_of_stage names rank ", rank, " of ", ranks);
+  const std::vector<int64_t> rank_of = to_integers(json.at("rank_of_stage"));
+  require(ranks > 0 && static_cast<int64_t>(ranks) <= kMostStages && std::ssize(rank_of) <= kMostStages && schedule.micro_batches > 0 &&
+              int64_t{schedule.micro_batches} * std::ssize(rank_of) <= kMostEvents,
+          "no pipeline has ", ranks, " ranks, ", rank_of.size(), " stages and ", schedule.micro_batches, " micro-batches");
+  for (const int64_t rank : rank_of) {
+    require(rank >= 0 && rank < static_cast<int64_t>(ranks), "rank_of_stage names rank ", rank, " of ", ranks);
+    schedule.rank_of.push_back(static_cast<int>(rank));
+  }
   for (const Json& list : json.at("actions")) {
     RankActions& actions = schedule.actions.emplace_back();
     for (const Json& text : list) {
@@ -114,8 +121,8 @@ Timed timed_from_json(const Json& json, const std::string& origin) {
     if (!json.contains("asked")) return timed;
     timed.asked = numbers_in(json, "asked", timed.schedule);
     timed.collectives = numbers_in(json, "collectives", timed.schedule);
-    timed.step = json.at("step").get<int64_t>();
-    timed.rank = json.at("rank").get<int>();
+    timed.step = to_integer(json.at("step"), "step", 0, std::numeric_limits<int64_t>::max());
+    timed.rank = static_cast<int>(to_integer(json.at("rank"), "rank", 0, std::numeric_limits<int>::max()));
     return timed;
   } catch (const nlohmann::json::exception& error) {
     throw ConfigError(tessera::detail::concat(origin, ": is no timeline of a pipeline: ", json_reason(error),
@@ -136,7 +143,7 @@ std::filesystem::path timeline_file(const std::string& from) {
 
 Timed read_timeline(const std::string& from, const std::optional<int64_t>& step, const std::optional<int>& rank) {
   const auto file = timeline_file(from);
-  std::ifstream in(file);
+  std::istringstream in(read_text_file(file.string(), file));
   std::optional<Timed> found;
   std::vector<std::string> there;
   int number = 0;
