@@ -9,6 +9,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
+#include "tessera/core/format.h"
 
 namespace tessera::cli {
 namespace {
@@ -23,33 +24,48 @@ void refuse_unknown_word(const CLI::App& app, const std::string& word) {
   throw ConfigError(word + what + "; --help says what there is");
 }
 
-std::string problem_of_size(const std::string& text) {
+// What is beyond 64 bits the parser takes for the largest number there is, and 010 for 8.
+std::string problem_of_integer(const std::string& text) {
   int64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  const bool beyond = error == std::errc::result_out_of_range && end == text.data() + text.size();
-  return beyond ? text + " is beyond 64 bits: expected an integer of at most 9223372036854775807" : "";
+  const bool read = error != std::errc::invalid_argument && end == text.data() + text.size();
+  if (read && error == std::errc::result_out_of_range) return text + " is beyond 64 bits: expected an integer of at most 9223372036854775807";
+  return read && text == std::to_string(value) ? "" : text + ": expected an integer in decimal digits, such as 8, without a 0 in front";
 }
 
+// The parser reads hexadecimal ones, too.
+std::string problem_of_number(const std::string& text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error != std::errc::invalid_argument && end == text.data() + text.size() ? "" : text + ": expected a decimal number, such as 0.5";
+}
+
+// Where a variable of a script was not set, a text would be none without a word, and a number 0.
 std::string problem_of_nothing(const std::string& text) { return text.empty() ? "is empty: give a value, or leave the flag out" : ""; }
 
-// What is beyond 64 bits the parser takes for the largest number there is. And where a variable of a script was not set, nothing would be written without a
-// word; a prompt may be empty, and --set has its own sentence.
-void refuse_clamped_and_empty_values(CLI::App& app) {
+// A prompt may be empty, and --set has its own sentence.
+void check_values(CLI::App& app) {
   for (auto* command : app.get_subcommands({})) {
     for (auto* option : command->get_options()) {
+      const std::string type = option->get_type_name();
       const bool may_be_empty = option->get_positional() || option->check_name("--prompt") || option->check_name("--set");
-      if (option->get_type_name() == "INT") option->check(problem_of_size);
-      if (option->get_type_name() == "TEXT" && !may_be_empty) option->check(problem_of_nothing);
+      if (!type.empty() && !may_be_empty) option->check(problem_of_nothing);
+      if (type == "INT" || type == "UINT") option->check(problem_of_integer);
+      if (type == "FLOAT") option->check(problem_of_number);
     }
-    refuse_clamped_and_empty_values(*command);
+    check_values(*command);
   }
 }
 
 std::string refusal(const CLI::App*, const CLI::Error& error) {
   std::string what = error.what();
   constexpr std::string_view no_value = "Could not convert: ";
+  constexpr std::string_view once = ": At Most 1 required but received ", unasked = "The following argument was not expected: ";
   if (what.starts_with(no_value)) what = what.substr(no_value.size()) + ": is no value of this flag's kind, or one that is too large for it";
-  return "tessera: " + what + "; --help says what there is\n";
+  if (const size_t at = what.find(once); at != std::string::npos)
+    what = what.substr(0, at) + ": is given " + what.substr(at + once.size()) + " times; give it once";
+  if (what == unasked) what = "an argument is empty, and nothing is expected there: was a variable not set?";
+  return "tessera: " + one_line(what) + "; --help says what there is\n";
 }
 
 }  // namespace
@@ -110,7 +126,7 @@ Command CommandLine::program() { return Command(*app_); }
 
 std::optional<int> CommandLine::parse(int argc, char** argv) {
   refuse_unknown_word(*app_, argc > 1 ? argv[1] : "");
-  refuse_clamped_and_empty_values(*app_);
+  check_values(*app_);
   try {
     app_->parse(argc, argv);
   } catch (const CLI::ParseError& error) {

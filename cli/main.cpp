@@ -13,6 +13,7 @@
 
 #include "cli/commands.h"
 #include "tessera/core/error.h"
+#include "tessera/core/format.h"
 #include "tessera/core/version.h"
 #include "tessera/launch/local.h"
 
@@ -28,8 +29,7 @@ namespace {
 
 // The reason of a failure is the last line on stderr. A worker leaves it for its launcher instead, which prints it once for all ranks.
 [[noreturn]] void fail(tessera::launch::Failure kind, std::string reason) {
-  for (char& c : reason)
-    if (c == '\n' || c == '\r') c = ' ';
+  reason = tessera::one_line(reason);
   if (!tessera::launch::report_failure(kind, reason)) std::fprintf(stderr, "tessera: %s\n", reason.c_str());
   std::fflush(nullptr);
   // Other ranks may be inside a collective with us: to wait for them would turn a failure into a hang.

@@ -62,4 +62,24 @@ std::string format_float(double value) {
   return text;
 }
 
+std::string one_line(std::string_view text) {
+  std::string line;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    const auto next = static_cast<unsigned char>(i + 1 < text.size() ? text[i + 1] : 0);
+    const bool second_set = byte == 0xc2 && next >= 0x80 && next < 0xa0;  // U+0080 to U+009f, in UTF-8
+    if (byte == '\n' || byte == '\r') {
+      line += ' ';
+    } else if ((byte < 0x20 && byte != '\t') || byte == 0x7f) {
+      line += fmt::format("\\x{:02x}", byte);
+    } else if (second_set) {
+      line += fmt::format("\\x{:02x}", next);
+      ++i;
+    } else {
+      line += text[i];
+    }
+  }
+  return line;
+}
+
 }  // namespace tessera

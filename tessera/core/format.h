@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 namespace tessera {
 
@@ -12,5 +13,8 @@ std::string format_duration(double seconds);  ///< "85 us", "1.20 s", "3 m 05 s"
 /// The shortest decimal text that reads back as exactly this number ("0.1", "1e-05", "3.0"); always with a point or an exponent, so that TOML
 /// and JSON readers take it for a float. "nan", "inf", "-inf" otherwise.
 std::string format_float(double value);
+
+/// A text as one line that a terminal only shows: blanks for the ends of lines, and other control characters, which it would obey, as "\x1b".
+std::string one_line(std::string_view text);
 
 }  // namespace tessera

@@ -34,6 +34,15 @@ TEST(Format, Bytes) {
   EXPECT_EQ(format_bytes(std::numeric_limits<int64_t>::max()), "8.00 EiB");
 }
 
+TEST(Format, OneLineShowsWhatATerminalWouldObey) {
+  EXPECT_EQ(one_line("a\nb\tc"), "a b\tc");
+  EXPECT_EQ(one_line("\x1b[31mred\x07\x7f"), "\\x1b[31mred\\x07\\x7f");
+  EXPECT_EQ(one_line("\xc2\x9b"
+                     "2J na\xc3\xafve \xc2\xa7"),
+            "\\x9b"
+            "2J na\xc3\xafve \xc2\xa7");
+}
+
 TEST(Format, CountAndDuration) {
   EXPECT_EQ(format_count(999), "999");
   EXPECT_EQ(format_count(1240), "1.24 K");
