@@ -15,6 +15,7 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/log.h"
 #include "tessera/launch/local.h"
+#include "tessera/pipeline/schedules/timed.h"
 #include "tessera/train/pipeline_layout.h"
 
 namespace tessera::cli {
@@ -44,7 +45,7 @@ std::string check_output_file(const char* knob, const std::string& file, const s
   for (const auto& input : inputs) {
     std::error_code neither;
     const bool is_input = std::filesystem::equivalent(file, input, neither) || std::filesystem::equivalent(folder, input, neither);
-    require(!is_input, knob, " = ", file, ": is what this command reads (", input, "), and would be overwritten; name another file");
+    require(!is_input, knob, " = ", file, ": is what this command reads, or belongs to it (", input, "), and would be overwritten; name another file");
   }
   return place.string();
 }
@@ -57,6 +58,18 @@ void check_output_files(const std::vector<std::pair<const char*, std::string>>& 
     const auto [other, free] = taken.emplace(std::filesystem::weakly_canonical(place), flag);
     require(free, flag, " = ", file, ": is where ", other->second, " is written, too; name another file");
   }
+}
+
+std::vector<std::filesystem::path> run_files(const std::filesystem::path& log_dir) {
+  std::vector<std::filesystem::path> files;
+  for (const char* const name : {"config.toml", "metrics.jsonl", "validation.jsonl", "timeline.jsonl", "expert_load.svg"}) files.push_back(log_dir / name);
+  return files;
+}
+
+void add_timeline(std::vector<std::string>& inputs, const std::string& from) {
+  const auto timeline = schedules::timeline_file(from);
+  inputs.push_back(timeline.string());
+  for (const auto& file : run_files(timeline.parent_path())) inputs.push_back(file.string());
 }
 
 std::vector<std::string> inputs_of(const Config& config) {

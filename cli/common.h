@@ -33,6 +33,12 @@ std::string check_output_file(const char* knob, const std::string& file, const s
 /// So each of the files that flags ask for, and that none takes another's place.
 void check_output_files(const std::vector<std::pair<const char*, std::string>>& outputs, const std::vector<std::string>& inputs = {});
 
+/// What a run keeps in its log.dir, besides the records and checkpoints that are folders.
+std::vector<std::filesystem::path> run_files(const std::filesystem::path& log_dir);
+
+/// Adds the timeline of a run, named by its file or the run's folder, and what that run keeps beside it, to what check_output_file protects.
+void add_timeline(std::vector<std::string>& inputs, const std::string& from);
+
 /// What a run of that configuration reads by name.
 std::vector<std::string> inputs_of(const Config& config);
 

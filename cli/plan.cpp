@@ -3,12 +3,12 @@
 #include <condition_variable>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <numeric>
 #include <optional>
+#include <sstream>
 #include <stop_token>
 #include <string>
 #include <string_view>
@@ -26,6 +26,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
+#include "tessera/core/json_integer.h"
 #include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
 #include "tessera/core/text_file.h"
@@ -186,8 +187,11 @@ plan::Device device_of(const PlanFlags& flags) {
   return device;
 }
 
+/// Of what looks at growing numbers of ranks.
+int world_or_8(const PlanFlags& flags) { return flags.says_world ? flags.world : 8; }
+
 void say_explanation(const plan::Preset& of, const PlanFlags& flags) {
-  const auto explanation = plan::explain(of.config, of.parameters, flags.world > 1 ? flags.world : 8);
+  const auto explanation = plan::explain(of.config, of.parameters, world_or_8(flags));
   if (flags.json) {
     std::printf("%s\n", json_text(plan::to_json(explanation), 2).c_str());
     return;
@@ -300,13 +304,11 @@ int say_search(const Config& config, const PlanFlags& flags, const plan::Device&
   return best != nullptr ? 0 : 1;
 }
 
-int curve_world(const PlanFlags& flags) { return flags.world > 1 ? flags.world : 8; }
-
 /// Of the layout at the knee, or of the last that does, a picture; text or JSON of all.
 void say_scaling(const Config& config, const PlanFlags& flags, const plan::Device& device, const plan::Machine& machine) {
   const plan::Scaling scaling = [&] {
     ProgressLine line;
-    return plan::strong_scaling(config, machine, {.world = curve_world(flags), .progress = [&](const std::string& text) { line.say(text); }});
+    return plan::strong_scaling(config, machine, {.world = world_or_8(flags), .progress = [&](const std::string& text) { line.say(text); }});
   }();
   if (!flags.svg.empty()) write_text_file("--svg " + flags.svg, flags.svg, plan::svg_of(plan::curves_of(scaling)));
   nlohmann::json json = plan::to_json(scaling);
@@ -329,7 +331,7 @@ void say_curves(const Config& config, const PlanFlags& flags, const std::optiona
   const plan::Curves curves = [&] {
     ProgressLine line;
     return plan::make_curves(config, flags.curve,
-                             {.world = curve_world(flags), .machine = machine, .progress = [&](const std::string& text) { line.say(text); }});
+                             {.world = world_or_8(flags), .machine = machine, .progress = [&](const std::string& text) { line.say(text); }});
   }();
   if (!flags.svg.empty()) write_text_file("--svg " + flags.svg, flags.svg, plan::svg_of(curves));
   std::fputs((flags.json ? json_text(plan::to_json(curves), 2) + "\n" : plan::to_string(curves)).c_str(), stdout);
@@ -379,7 +381,7 @@ std::vector<nlohmann::json> layouts_in(const std::string& path) {
   refuse_unless(is_there(path), "no such file");
   refuse_unless(std::filesystem::is_regular_file(path), "is not a regular file");
   std::vector<nlohmann::json> layouts;
-  std::ifstream file(path);
+  std::istringstream file(read_text_file("--layouts = " + path, path));
   for (std::string line; std::getline(file, line);) {
     const auto number = layouts.size() + 1;
     auto layout = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
@@ -400,9 +402,7 @@ std::vector<nlohmann::json> layouts_in(const std::string& path) {
 /// {"all_reduce": bytes, "world": 8}: what a collective takes alone.
 nlohmann::json all_reduce_json(const nlohmann::json& asked, int world, const plan::Device& device) {
   constexpr int64_t most = 1'000'000'000'000'000;
-  const bool good = asked.is_number_integer() && !(asked.is_number_unsigned() && asked.get<uint64_t>() > most) && asked.get<int64_t>() >= 0;
-  require(good, "--layouts: all_reduce = ", json_text(asked), ": expected a number of bytes, 0 to ", most);
-  const auto bytes = asked.get<int64_t>();
+  const int64_t bytes = to_integer(asked, "--layouts: the bytes of all_reduce", 0, most);
   std::vector<int> ranks(static_cast<size_t>(world));
   std::iota(ranks.begin(), ranks.end(), 0);
   const CollectiveEvent call{
@@ -420,8 +420,7 @@ void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& devi
     nlohmann::json answer;
     try {
       PlanFlags one = flags;
-      one.world = layout.value("world", flags.world);
-      require(one.world >= 1 && one.world <= kMostRanks, "--layouts: world = ", one.world, ": expected 1 to ", kMostRanks);
+      if (layout.contains("world")) one.world = static_cast<int>(to_integer(layout["world"], "--layouts: world", 1, kMostRanks));
       if (layout.contains("all_reduce")) {
         require(device.has_value(), "--layouts: all_reduce: takes its time on a device; give --device");
         std::printf("%s\n", json_text(all_reduce_json(layout["all_reduce"], one.world, *device)).c_str());

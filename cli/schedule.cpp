@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,6 +32,7 @@ namespace {
 struct ScheduleFlags {
   schedules::Request request{.name = "", .costs = {}};
   std::string costs = "1,1,1,0", per_rank{};
+  std::optional<int> memory_limit{}, group{}, per_update{};
   std::string csv{}, svg{}, trace{};
   bool list = false, json = false, lower = false;
 };
@@ -89,6 +91,17 @@ std::vector<double> scale_of(const std::string& per_rank, const std::vector<int>
   return scale;
 }
 
+/// What some schedules alone take; a 0 would pass for one that was left out.
+void add_given(const ScheduleFlags& flags, schedules::Request& request) {
+  const auto take = [](const char* flag, const std::optional<int>& given, int& into) {
+    require(given != 0, flag, " = 0: expected 1 or more; leave it out where there is none to say");
+    into = given.value_or(into);
+  };
+  take("--memory-limit", flags.memory_limit, request.memory_limit);
+  take("--group", flags.group, request.group);
+  take("--per-update", flags.per_update, request.per_update);
+}
+
 void check_request(const schedules::Request& request) {
   require(!request.name.empty(), "schedule: no name; --list shows what there is");
   if (schedules::is_schedule_file(request.name)) return;
@@ -111,6 +124,7 @@ struct Simulated {
 Simulated simulate(const ScheduleFlags& flags) {
   auto request = flags.request;
   check_request(request);
+  add_given(flags, request);
   request.costs = read_costs(flags);
   // A list that is made for costs holds one stage a rank: the ranks' factors are the stages'.
   if (is_made_for_costs(request.name) && request.ranks > 0)
@@ -166,7 +180,7 @@ int show_schedule(const ScheduleFlags& flags) {
   }
   std::vector<std::string> inputs;
   if (schedules::is_schedule_file(flags.request.name)) inputs.push_back(flags.request.name);
-  if (holds_costs(flags.costs)) inputs.push_back(schedules::timeline_file(flags.costs).string());
+  if (holds_costs(flags.costs)) add_timeline(inputs, flags.costs);
   check_output_files({{"--csv", flags.csv}, {"--svg", flags.svg}, {"--trace", flags.trace}}, inputs);
   const auto simulated = simulate(flags);
   std::fputs(
@@ -196,10 +210,10 @@ void add_schedule(Command app, int& exit_code) {
                   "cost a run with log.timeline_every: its folder, or timeline.jsonl")
       .shows_default();
   command.add_option("--per-rank", flags->per_rank, "A factor of these costs for each rank: 1,1,1,1.2");
-  command.add_option("--memory-limit", request.memory_limit, "zb_auto: micro-batches whose activations a rank may hold");
+  command.add_option("--memory-limit", flags->memory_limit, "zb_auto: micro-batches whose activations a rank may hold");
   command.add_option("--kept", request.kept, "zb_1p, zb_2p, zb_auto: share of the activations that gradients of weights still need").shows_default();
-  command.add_option("--group", request.group, "interleaved: micro-batches that pass a chunk before the next, as Megatron has it");
-  command.add_option("--per-update", request.per_update, "pipedream_2bw: micro-batches that an update sums");
+  command.add_option("--group", flags->group, "interleaved: micro-batches that pass a chunk before the next, as Megatron has it");
+  command.add_option("--per-update", flags->per_update, "pipedream_2bw: micro-batches that an update sums");
   command.add_flag("--vertical-sync", request.vertical_sync, "pipedream: one version of the weights for a micro-batch on all stages");
   command.add_flag("--lower", flags->lower, "Add sends, receives and reductions of gradients");
   command.add_option("--csv", flags->csv, "Write the actions, a row a rank");

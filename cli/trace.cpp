@@ -26,7 +26,6 @@ namespace {
 
 using nlohmann::json;
 using schedules::Timed;
-using schedules::timeline_file;
 
 struct TraceFlags {
   std::string from, against;
@@ -57,6 +56,8 @@ Compared other_side(const TraceFlags& flags, const Timed& measured) {
   const auto known = std::ranges::find(names, flags.against);
   require(known != names.end() || schedules::is_schedule_file(flags.against), "--against = ", flags.against, ": no schedule, file or run; did you mean ",
           nearest(flags.against, names), "? tessera schedule --list shows what there is");
+  require(flags.against != "zb_auto", "--against = zb_auto: is made for a limit of memory, which nothing says here; name zb_1p or zb_2p, or the file that ",
+          "`tessera schedule zb_auto --memory-limit N --costs RUN --csv FILE.csv` writes");
   const int chunks = known != names.end() && schedules::known_schedules()[static_cast<size_t>(known - names.begin())].chunks == 0 ? ran.chunks(0) : 0;
   auto other = schedules::make_schedule({.name = flags.against, .ranks = ran.ranks(), .micro_batches = ran.micro_batches, .chunks = chunks, .costs = costs});
   require(other.stages() == ran.stages(), "--against = ", flags.against, ": cuts a model into ", other.stages(), " stages on ", ran.ranks(),
@@ -129,8 +130,9 @@ json compared_json(const Compared& measured, const Compared& other) {
 }
 
 int show_trace(const TraceFlags& flags) {
-  std::vector<std::string> inputs{timeline_file(flags.from).string()};
-  if (holds_times(flags.against)) inputs.push_back(timeline_file(flags.against).string());
+  std::vector<std::string> inputs;
+  add_timeline(inputs, flags.from);
+  if (holds_times(flags.against)) add_timeline(inputs, flags.against);
   if (schedules::is_schedule_file(flags.against)) inputs.push_back(flags.against);
   check_output_files({{"--svg", flags.svg}, {"--trace", flags.trace}}, inputs);
   const Compared measured{"measured", schedules::read_timeline(flags.from, flags.step, flags.rank)};

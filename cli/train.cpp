@@ -112,8 +112,8 @@ void check_memory_report(const TrainFlags& flags, const Config& config) {
   const std::string place = check_output_file("--memory-report", flags.memory_report_file, inputs_of_run(flags, config));
   if (place.empty()) return;
   const auto canonical = std::filesystem::weakly_canonical(place), log_dir = std::filesystem::weakly_canonical(config.log.dir);
-  for (const char* const written : {"config.toml", "metrics.jsonl", "validation.jsonl", "timeline.jsonl", "expert_load.svg"}) {
-    require(canonical != log_dir / written, "--memory-report = ", flags.memory_report_file, ": is where the run writes its own ", written,
+  for (const auto& written : run_files(log_dir)) {
+    require(canonical != written, "--memory-report = ", flags.memory_report_file, ": is where the run writes its own ", written.filename().string(),
             " (log.dir); name another file");
   }
 }

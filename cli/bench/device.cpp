@@ -124,7 +124,7 @@ void draw_rates(const plan::Device& device, const std::string& path) {
 int draw_file(const BenchDeviceFlags& flags) {
   require(flags.output.empty(), "--output = ", flags.output, ": --from measures nothing that a file could be written of; leave one out");
   check_output_files({{"--svg", flags.svg}}, {flags.from});
-  draw_rates(plan::find_device(flags.from), flags.svg);
+  draw_rates(plan::find_device(flags.from, "--from"), flags.svg);
   return 0;
 }
 
@@ -134,6 +134,7 @@ int bench_device(const BenchDeviceFlags& flags) {
   if (!flags.from.empty()) return draw_file(flags);
   check_limits(flags.seconds, flags.iterations);
   require(flags.threads >= 0 && flags.threads <= 4096, "--threads = ", flags.threads, ": expected 1 to 4096, or 0 for as many as there are");
+  require(flags.nproc.value_or(1) >= 1, "--nproc = ", flags.nproc.value_or(1), ": 1 times no all-reduces; give that, or ranks to time them with");
   const int ranks = flags.nproc == 1 ? 1 : bench_ranks(flags.nproc);  // one has no links
   check_output_files({{"--output", flags.output}, {"--svg", flags.svg}}, {});
   if (flags.threads > 0) at::set_num_threads(flags.threads);

@@ -27,25 +27,6 @@ namespace {
 constexpr int64_t kVocabulary = 32;  // a head that costs next to nothing beside the blocks
 constexpr int kTimedSteps = 5;
 
-Config config_of(const PipelineCase& what) {
-  Config config;
-  config.model.family = "llama";
-  config.model.dim = what.hidden;
-  config.model.heads = what.heads;
-  config.model.layers = what.layers;
-  config.model.vocab_size = kVocabulary;
-  config.data.seq_len = what.tokens;
-  config.batch.global_size = what.global_size;
-  config.batch.micro_size = what.global_size / what.micro_batches;
-  config.optim.lr = 1;
-  config.mesh.pp = what.ranks;
-  config.pipeline.schedule = what.schedule;
-  config.pipeline.virtual_stages = what.chunks;
-  if (what.schedule == "zb_auto") config.pipeline.memory_limit = what.ranks;
-  resolve(config);
-  return config;
-}
-
 /// The same on all ranks.
 data::StepBatch batch_of(const PipelineCase& what) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(1);
@@ -128,6 +109,25 @@ std::vector<schedules::Timed> timelines_of(const comm::World& world, PipelinedSt
 }
 
 }  // namespace
+
+Config config_of(const PipelineCase& what) {
+  Config config;
+  config.model.family = "llama";
+  config.model.dim = what.hidden;
+  config.model.heads = what.heads;
+  config.model.layers = what.layers;
+  config.model.vocab_size = kVocabulary;
+  config.data.seq_len = what.tokens;
+  config.batch.global_size = what.global_size;
+  config.batch.micro_size = what.global_size / what.micro_batches;
+  config.optim.lr = 1;
+  config.mesh.pp = what.ranks;
+  config.pipeline.schedule = what.schedule;
+  config.pipeline.virtual_stages = what.chunks;
+  if (what.schedule == "zb_auto") config.pipeline.memory_limit = what.ranks;
+  resolve(config);
+  return config;
+}
 
 PipelineRow measure_overhead(const PipelineCase& what, const Limits& limits) {
   const auto world = comm::World::alone();

@@ -9,6 +9,7 @@
 #include "cli/bench/sampling.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
+#include "tessera/config/config.h"
 
 /// What a pipeline costs beside its arithmetic, and how that changes with schedule, micro-batches and size. `tessera bench pp` is made of this.
 namespace tessera::bench {
@@ -25,6 +26,9 @@ struct PipelineCase {
   int chunks = 1;  ///< v
   at::Device device = at::kCPU;
 };
+
+/// Of a run that takes such steps.
+Config config_of(const PipelineCase& what);
 
 /// One line of what `tessera bench pp` prints. `kind` says which fields mean something:
 ///   overhead   one rank, the engine in turns with a plain loop over micro-batches: step, plain

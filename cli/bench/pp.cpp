@@ -41,11 +41,7 @@ int chunks_of(const std::string& name) {
 
 /// Refuses what the schedule does not take, and what this build cannot train with.
 void check_case(const PipelineCase& what) {
-  Config config;
-  config.pipeline.schedule = what.schedule;
-  config.pipeline.virtual_stages = what.chunks;
-  config.pipeline.costs = {1, 1, 1};  // any: who is made for costs takes any number of micro-batches
-  if (what.schedule == "zb_auto") config.pipeline.memory_limit = what.ranks;
+  const Config config = bench::config_of(what);
   require(!updates_within_steps(config, what.ranks), "--schedule = ", what.schedule,
           ": updates weights in the middle of a step, and steps are measured without ", "updates; leave it out");
   schedule_maker(config, what.ranks)(static_cast<int>(what.micro_batches));

@@ -211,7 +211,7 @@ Curves make_curves(const Config& config, const std::string& name, const CurveOpt
   require(std::ranges::find(names, name) != names.end(), "--curve = ", name, ": no such curve; choose one of memory, latency, batch, traffic, ranks");
   const bool timed = name == "latency" || name == "batch" || name == "ranks";
   require(!timed || options.machine, "--curve = ", name, ": is of seconds, and those are of a device; add --device NAME");
-  require(options.world >= 2, "--world = ", options.world, ": a curve goes up to 2 ranks at least");
+  check_curve_world(options.world);
   if (name == "ranks") return curves_of(strong_scaling(config, *options.machine, {.world = options.world, .progress = options.progress}));
   std::vector<Asked> panels;
   if (name == "memory") panels = {memory_panel(config, options)};

@@ -42,7 +42,10 @@ std::optional<size_t> knee_of(const std::vector<std::optional<double>>& seconds)
   return std::nullopt;
 }
 
+void check_curve_world(int world) { require(world >= 2, "--world = ", world, ": a curve goes up to 2 ranks at least"); }
+
 Scaling strong_scaling(const Config& config, const Machine& machine, const ScalingOptions& options) {
+  check_curve_world(options.world);
   Scaling scaling{.sequences = config.batch.global_size, .seq_len = config.data.seq_len};
   std::vector<int> ranks;
   for (int count = options.world; count >= 1; count /= 2) ranks.push_back(count);

@@ -46,6 +46,9 @@ struct ScalingOptions {
 /// `runs` dry runs each. Throws ConfigError where no layout of any number of ranks fits.
 Scaling strong_scaling(const Config& config, const Machine& machine, const ScalingOptions& options);
 
+/// Refuses a --world of which there is no curve.
+void check_curve_world(int world);
+
 /// The knee of a curve of seconds over ranks, as Scaling has it: by index. None where every doubling helps.
 std::optional<size_t> knee_of(const std::vector<std::optional<double>>& seconds);
 

@@ -59,7 +59,13 @@ Config reference_of(Config config) {
   return config;
 }
 
-int64_t product(const MeshConfig& mesh) { return int64_t{mesh.dp_replicate.value_or(1)} * mesh.dp_shard.value_or(1) * mesh.pp * mesh.cp * mesh.tp; }
+/// Of sizes that no machine has, the product stops short of what 64 bits hold.
+int64_t product(const MeshConfig& mesh) {
+  constexpr int64_t beyond_all = std::numeric_limits<int>::max();
+  int64_t ranks = 1;
+  for (const int size : {mesh.dp_replicate.value_or(1), mesh.dp_shard.value_or(1), mesh.pp, mesh.cp, mesh.tp}) ranks = std::min(ranks * size, beyond_all);
+  return ranks;
+}
 
 int checked_world(const Config& layout) {
   constexpr int64_t kMostThreads = 256;

@@ -358,6 +358,61 @@ class BadInput(SystemTest):
 
     def test_the_last_line_says_what_is_wrong_with_the_flags(self):
         self.assertIn("--prompt is required", self.refusal(run("generate", "--checkpoint", self.folder)))
+        self.assertIn("--world: is given 3 times; give it once", self.refusal(run("plan", self.recipe, *(3 * ("--world", 2)))))
+        self.assertIn("an argument is empty", self.refusal(run("train", self.recipe, "--memory-report", "")))
+        sizes = ("--dim", 64, "--layers", 2, "--iterations", 1, "--device", "cpu:x")
+        self.assertIn("--device = cpu:x", self.refusal(run("bench", "pp", "--schedule", "zb_auto", *sizes)), "the schedule itself is taken")
+        self.assertIn("--nproc = 0: 1 times no all-reduces", self.refusal(run("bench", "device", "--nproc", 0)))
+
+    def test_values_of_flags_are_there_and_decimal(self):
+        step = ("train", self.recipe, "--dump-step")
+        generate = ("generate", "--checkpoint", self.folder, "--prompt", "a")
+        for flags in (step, (*generate, "--top-k"), (*generate, "--temperature"), (*generate, "--seed"), ("plan", self.recipe, "--patience"),
+                      ("plan", self.recipe, "--device", "h100", "--devices-per-node"), ("trace", self.folder, "--step"), ("trace", self.folder, "--rank"),
+                      ("convert", self.folder, self.folder / "out", "--seed"), ("schedule", "1f1b", "--group"), ("tokenize", "a", "--sample-bytes")):
+            with self.subTest(flags=flags):
+                self.assertIn(f"{flags[-1]}: is empty: give a value", self.refusal(run(*flags, "")))
+        for value in ("010", "0x2", "1e3", "+2", " 2", "2.0"):
+            for flag in ("--nproc", "--dump-step"):
+                self.assertIn(f"{flag}: {value}: expected an integer in decimal digits", self.refusal(run("train", self.recipe, flag, value)))
+        self.assertIn("--temperature: 0x1: expected a decimal number", self.refusal(run(*generate, "--temperature", "0x1")))
+        self.assertIn("--hidden: 0x40: expected an integer", self.refusal(run("bench", "pp", "--hidden", "64,0x40")))
+
+    def test_a_file_that_cannot_be_read_is_named_with_the_reason(self):
+        broken = "/proc/self/mem"  # a regular file, whose beginning nobody may read
+        said = f"{broken}: cannot be read: Input/output error"
+        for knob in ("data.files", "data.tokenizer", "comm.table"):
+            self.refused(f"{knob}={broken}", expect=[knob if knob != "data.files" else "", said])
+        text = self.folder / "text.txt"
+        for command in (("train", broken), ("plan", self.recipe, "--device", broken), ("plan", self.recipe, "--framework", broken),
+                        ("plan", self.recipe, "--layouts", broken), ("tokenize", text, "--tokenizer", broken, "-o", self.folder / "out.bin"),
+                        ("bench", "device", "--from", broken, "--svg", self.folder / "a.svg"), ("trace", broken)):
+            with self.subTest(command=command):
+                self.assertIn(said, self.refusal(run(*command)))
+        sealed = self.folder / "sealed.csv"
+        sealed.symlink_to(broken)
+        self.assertIn(f"{sealed}: cannot be read: Input/output error", self.refusal(run("schedule", sealed)))
+        for flags in (("plan", self.recipe, "--framework"), ("plan", self.recipe, "--device"), ("bench", "device", "--svg", self.folder / "a.svg", "--from")):
+            line = self.refusal(run(*flags, self.recipe))
+            self.assertIn(f"{flags[-1]} = {self.recipe}: name is missing; expected a file such as those of tessera/plan", line)
+
+    def test_what_a_terminal_would_obey_is_shown(self):
+        for command in (("train", self.recipe, "--set", "data.tokenizer=\x1b[31mred"), ("train", "\x1b[31mred"), ("plan", self.recipe, "--world", "\x1b[31mred")):
+            line = self.refusal(run(*command))
+            self.assertIn("\\x1b[31mred", line)
+            self.assertNotIn("\x1b", line)
+
+    def test_numbers_of_ranks_are_those_that_were_asked_for(self):
+        layouts = self.folder / "layouts.jsonl"
+        worlds = (2**32 + 2, -(2**32) + 2, 2**64 - 1, 0)
+        layouts.write_text("".join(json.dumps({"world": world}) + "\n" for world in worlds))
+        done = run("plan", self.recipe, "--layouts", layouts)
+        self.assertEqual([json.loads(line)["refused"] for line in done.stdout.splitlines()],
+                         [f"--layouts: world = {world}: expected a whole number from 1 to 1048576" for world in worlds])
+        for curve in (("memory",), ("ranks", "--device", "h100")):
+            self.assertIn("--world = 1: a curve goes up to 2 ranks at least", self.refusal(run("plan", self.recipe, "--world", 1, "--curve", *curve)))
+        axes = "dp_replicate=65536,tp=65536,pp=65536,cp=65536"  # of which 64 bits hold nothing
+        self.assertIn("which takes at most 256", self.refusal(run("verify", self.recipe, "--mesh", axes)))
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ class Schedule(SystemTest):
             (("zb_2p", *sizes, "--kept", "2"), ("kept = 2", "at most 1")),
             (("1f1b", *sizes, "--per-rank", "1,2"), ("--per-rank = 1,2", "give 4")),
             (("1f1b", *sizes, "--memory-limit", 3), ("memory_limit", "zb_auto")),
+            *((("1f1b", *sizes, flag, 0), (f"{flag} = 0: expected 1 or more",)) for flag in ("--memory-limit", "--group", "--per-update")),
             (("1f1b", *sizes, "--csv", ""), ("--csv", "is empty: give a value, or leave the flag out")),
             (("1f1b", *sizes, "--svg", "/nowhere/s.svg"), ("--svg = /nowhere/s.svg", "folder")),
             (("1f1b", *sizes, "--csv", self.folder / "one", "--svg", self.folder / "." / "one"), ("--svg = ", "is where --csv is written, too")),

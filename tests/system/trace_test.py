@@ -59,6 +59,10 @@ class Trace(SystemTest):
             ((log, "--against", "zb_h"), ("--against = zb_h", "did you mean")),
             ((log, "--against", "zb_v"), ("--against = zb_v", "4 stages on 2 ranks", "has 2")),
             ((log, "--svg", log / "timeline.jsonl"), ("--svg", "would be overwritten")),
+            ((log, "--svg", log / "metrics.jsonl"), ("--svg", "would be overwritten")),
+            ((log / "timeline.jsonl", "--trace", log / "config.toml"), ("--trace", "would be overwritten")),
+            ((saved, "--against", log, "--svg", log / "metrics.jsonl"), ("--svg", "would be overwritten")),
+            ((log, "--against", "zb_auto"), ("--against = zb_auto", "a limit of memory", "--memory-limit")),
             ((log, "--svg", "/nowhere/t.svg"), ("--svg = /nowhere/t.svg", "folder")),
         ):
             last = self.refusal(run("trace", *arguments))
