@@ -23,8 +23,9 @@ constexpr int kBadInput = 2;
 
 // On whichever thread, so nothing here may allocate or lock.
 extern "C" void end_here(int signal) {
-  const char* const sentence = signal == SIGINT ? "tessera: interrupted by SIGINT (interrupt); what was under way is not finished\n"
-                                                : "tessera: interrupted by SIGTERM (terminated); what was under way is not finished\n";
+  const char* const sentence = signal == SIGINT    ? "tessera: interrupted by SIGINT (interrupt); what was under way is not finished\n"
+                               : signal == SIGTERM ? "tessera: interrupted by SIGTERM (terminated); what was under way is not finished\n"
+                                                   : "tessera: interrupted by SIGHUP (hangup); what was under way is not finished\n";
   [[maybe_unused]] const auto written = write(STDERR_FILENO, sentence, std::strlen(sentence));
   _exit(EXIT_FAILURE);
 }
@@ -67,12 +68,17 @@ bool has_a_stack() {
   return true;
 }
 
-// The OpenMP library of libtorch reads it before anybody can ask, and ends by a segmentation fault where it cannot start so many. What is no number it ignores.
+// The OpenMP library of libtorch reads it before anybody can ask, and ends by a segmentation fault where it cannot start so many; what is no number it says so
+// of in a sentence of its own, and ignores. Behind a comma stand those of threads of threads.
 bool has_countable_threads() {
   constexpr long kMost = 1024;  // as run.threads
   const char* const text = std::getenv("OMP_NUM_THREADS");
-  if (text == nullptr || std::strtol(text, nullptr, 10) <= kMost) return true;
-  std::fprintf(stderr, "tessera: OMP_NUM_THREADS = %s: expected at most %ld threads a rank; unset it, or set run.threads\n", text, kMost);
+  if (text == nullptr) return true;
+  if (*text == '\0') return unsetenv("OMP_NUM_THREADS") == 0;  // as a script unsets it
+  char* end = nullptr;
+  const long threads = std::strtol(text, &end, 10);
+  if (threads >= 1 && threads <= kMost && (*end == '\0' || *end == ',')) return true;
+  std::fprintf(stderr, "tessera: OMP_NUM_THREADS = %s: expected at least 1 and at most %ld threads a rank; unset it, or set run.threads\n", text, kMost);
   return false;
 }
 
@@ -84,6 +90,7 @@ int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // then a write beyond `ulimit -f` fails as on a full disk, and whoever writes says so
   if (!is_a_rank()) {
     for (const int signal : {SIGINT, SIGTERM}) std::signal(signal, end_here);
+    if (std::signal(SIGHUP, end_here) == SIG_IGN) std::signal(SIGHUP, SIG_IGN);  // nohup means what it says
   }
   char folder[PATH_MAX];
   if (getcwd(folder, sizeof folder) == nullptr) {  // which libraries of libtorch do not survive

@@ -124,10 +124,14 @@ class Console(SystemTest):
             self.assertEqual(code, 0)
             self.assertEqual(len(metrics(log)), 4)
 
-    def test_more_threads_than_there_can_be_are_refused_by_the_variables_name(self):
-        for count in ("100000", "2147483647,2"):
-            done = subprocess.run([TESSERA, "train", self.recipe], env={**environment(), "OMP_NUM_THREADS": count}, timeout=60, capture_output=True, text=True)
-            self.assertIn(f"OMP_NUM_THREADS = {count}: expected at most 1024", self.refusal(done))
+    def test_threads_that_there_cannot_be_are_refused_by_the_variables_name(self):
+        def told(count):
+            return subprocess.run([TESSERA, "plan", self.recipe], env={**environment(), "OMP_NUM_THREADS": count}, timeout=60, capture_output=True, text=True)
+        for count in ("100000", "2147483647,2", "-3", "0", "x", "2x"):
+            self.assertIn(f"OMP_NUM_THREADS = {count}: expected at least 1 and at most 1024", self.refusal(told(count)))
+        for count in ("", "2,1"):
+            done = told(count)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
 
     def test_a_log_folder_that_is_removed_is_told_apart_from_a_second_run(self):
         log = self.folder / "removed"

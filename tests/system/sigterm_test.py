@@ -123,6 +123,18 @@ class Sigterm(SystemTest):
         self.assertIn("got SIGINT; saved", self.end(process, 0)[0])
         self.assertEqual(self.newest(), len(metrics(log)))
 
+    def test_a_terminal_that_hangs_up_is_said(self):
+        process, _ = self.start(1, until=0)
+        process.send_signal(signal.SIGHUP)
+        self.assertIn("tessera: interrupted by SIGHUP (hangup)", self.end(process, 1)[0])
+        ignored = subprocess.Popen([TESSERA, "plan", self.recipe], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
+                                   preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))  # as nohup does
+        while ignored.poll() is None:
+            ignored.send_signal(signal.SIGHUP)
+            time.sleep(0.01)
+        self.assertEqual(ignored.communicate()[1], "")
+        self.assertEqual(ignored.returncode, 0)
+
     def test_a_launcher_that_meets_nobody(self):
         # An address of documentation: nobody answers there.
         command = [TESSERA, "run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=1", "--rdzv-endpoint=192.0.2.77:29400", "--", "true"]
