@@ -7,6 +7,7 @@
 #include <iostream>
 #include <string>
 #include <string_view>
+#include <system_error>
 
 #include <c10/util/Exception.h>
 #include <unistd.h>
@@ -14,6 +15,7 @@
 #include "cli/commands.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/system_reason.h"
 #include "tessera/core/version.h"
 #include "tessera/launch/local.h"
 
@@ -45,6 +47,15 @@ void finish_output() {
   fail(tessera::launch::Failure::Other, "standard output cannot be written" + reason + "; what it holds is not whole: make room, and run this again");
 }
 
+// Nobody here calls exit(): a library does that meets what it cannot go on from. libgomp is one, where it cannot start its threads.
+void say_that_a_library_ends_us(int exit_code, void*) {
+  if (exit_code == 0) return;
+  const std::string reason = "a library ended this process, and says why above; where it could not create a thread: " +
+                             tessera::reason_of(std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again))) +
+                             ", such as by run.threads = 1";
+  if (!tessera::launch::report_failure(tessera::launch::Failure::Other, reason)) std::fprintf(stderr, "tessera: %s\n", reason.c_str());
+}
+
 }  // namespace
 
 /// The program's main, called by start.cpp.
@@ -53,6 +64,7 @@ extern "C" int tessera_command(int argc, char** argv) {
   tessera::cli::CommandLine line("tessera trains models that do not fit, or do not finish, on one device.", tessera::version());
   tessera::cli::Command program = line.program();
   int exit_code = 0;
+  ::on_exit(say_that_a_library_ends_us, nullptr);
   tessera::cli::add_train(program, exit_code);
   tessera::cli::add_eval(program, exit_code);
   tessera::cli::add_generate(program, exit_code);
@@ -75,6 +87,8 @@ extern "C" int tessera_command(int argc, char** argv) {
     fail(Failure::Comm, e.what());
   } catch (const std::filesystem::filesystem_error& e) {
     fail(Failure::Other, e.path1().string() + ": " + e.code().message());
+  } catch (const std::system_error& e) {
+    fail(Failure::Other, tessera::reason_of(e));
   } catch (const c10::Error& e) {
     fail(Failure::Other, e.what_without_backtrace());
   } catch (const std::exception& e) {

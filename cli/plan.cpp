@@ -12,6 +12,7 @@
 #include <stop_token>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -100,10 +101,15 @@ constexpr int kMostRanks = 1 << 20;
 /// its own: a large model takes its time before the dry run has anything to tell.
 class ProgressLine {
  public:
-  ProgressLine() : thread_([this](const std::stop_token& stop) { show(stop); }) {}
+  ProgressLine() {
+    try {
+      thread_ = std::jthread([this](const std::stop_token& stop) { show(stop); });
+    } catch (const std::system_error&) {  // no more threads are to be had: then there is no line
+    }
+  }
   ~ProgressLine() {
     thread_.request_stop();
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
     if (shown_ && terminal_) std::fputs("\r\033[K", stderr);
   }
   void operator()(const plan::DryRunProgress& progress) {

@@ -1,9 +1,12 @@
 #include "tessera/comm/failure.h"
 
 #include <algorithm>
+#include <system_error>
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+
+#include "tessera/core/system_reason.h"
 
 namespace tessera::comm {
 namespace {
@@ -28,6 +31,8 @@ std::string message_of(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const c10::Error& torch_error) {
     text = torch_error.what_without_backtrace();
+  } catch (const std::system_error& refused) {
+    text = reason_of(refused);
   } catch (const std::exception& other) {
     text = other.what();
   } catch (...) {

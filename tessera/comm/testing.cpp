@@ -117,7 +117,12 @@ void run_ranks(int n, const std::function<void(World&)>& body, const RunOptions&
     }
   };
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < n; ++rank) threads.emplace_back(run, rank);
+  try {
+    for (int rank = 0; rank < n; ++rank) threads.emplace_back(run, rank);
+  } catch (...) {  // no thread for the next rank: the others wait for it, and have to end before this does
+    note(static_cast<int>(threads.size()));
+    store->revoke();
+  }
   for (auto& thread : threads) thread.join();
   if (first) rethrow_naming(first_rank, first);
 }

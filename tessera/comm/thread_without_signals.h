@@ -11,9 +11,11 @@ std::thread start_thread_without_signals(auto body) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread thread(std::move(body));
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return thread;
+  struct Restore {
+    const sigset_t& before;
+    ~Restore() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
+  } const restore{before};  // also where no thread is to be had
+  return std::thread(std::move(body));
 }
 
 }  // namespace tessera::comm

@@ -9,6 +9,7 @@
 #include <system_error>
 
 #include "tessera/core/error.h"
+#include "tessera/core/system_reason.h"
 
 namespace tessera {
 
@@ -23,7 +24,7 @@ void write_text_file(const std::string& what, const std::string& path, std::stri
   std::error_code ignored;  // half a text is none
   if (opened && std::filesystem::is_regular_file(path, ignored)) std::filesystem::remove(path, ignored);
   const bool full = reason == ENOSPC || reason == EDQUOT || reason == EFBIG;
-  throw ConfigError(detail::concat(what, ": cannot be written: ", reason != 0 ? std::strerror(reason) : "the reason is not known",
+  throw ConfigError(detail::concat(what, ": cannot be written: ", reason_of_writing(reason),
                                    full ? "; make room there, or name a file on another disk" : "; name a file in a folder that exists and can be written"));
 }
 
@@ -41,6 +42,10 @@ std::string read_text_file(const std::string& what, const std::string& path) {
     text.resize(before + got);
   }
   return text;
+}
+
+void require_read_to_end(const std::istream& in, const std::string& what, const std::string& way_out) {
+  require(!in.bad(), what, ": cannot be read to its end: ", std::strerror(errno), "; ", way_out);
 }
 
 }  // namespace tessera

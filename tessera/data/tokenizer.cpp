@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <system_error>
 #include <thread>
 
 #include "tessera/core/error.h"
@@ -55,7 +56,10 @@ void ParallelEncoder::append(std::string_view text, bool first, std::vector<int3
   };
   {
     std::vector<std::jthread> workers;
-    for (size_t t = 1; t < std::min(parts, encoders_.size()); ++t) workers.emplace_back([&, t] { work(*encoders_[t]); });
+    try {
+      for (size_t t = 1; t < std::min(parts, encoders_.size()); ++t) workers.emplace_back([&, t] { work(*encoders_[t]); });
+    } catch (const std::system_error&) {  // no more threads are to be had: those there are take all parts
+    }
     work(*encoders_[0]);
   }
   for (size_t i = 0; i < parts; ++i) {

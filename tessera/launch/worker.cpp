@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include <fcntl.h>
@@ -96,7 +97,7 @@ pid_t start_worker(const std::vector<std::string>& command, const Variables& var
   int error = 0;
   const bool failed = pid > 0 && read(report[0], &error, sizeof error) == sizeof error;
   close(report[0]);
-  invariant(pid > 0, "fork: ", std::strerror(fork_error));
+  if (pid < 0) throw std::system_error(fork_error, std::generic_category(), "a rank's process cannot be started");
   if (failed) {
     waitpid(pid, nullptr, 0);
     throw ConfigError(detail::concat("cannot start '", command.front(), "': ", std::strerror(error), "; give a program that exists and may be executed"));

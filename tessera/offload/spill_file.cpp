@@ -84,7 +84,12 @@ SpillFile::SpillFile(std::filesystem::path folder, std::string key, const DiskBy
   std::filesystem::create_directories(folder_, failed);
   file_ = open_nameless(folder_);
   require(file_ >= 0, key_, " = ", folder_.string(), ": no file can be made there: ", std::strerror(errno), "; name a folder that can be written");
-  thread_ = std::thread([this] { run(); });
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (...) {
+    ::close(file_);
+    throw;
+  }
 }
 
 SpillFile::~SpillFile() {

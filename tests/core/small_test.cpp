@@ -1,7 +1,9 @@
+#include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
+#include <system_error>
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -14,12 +16,14 @@
 #include "tessera/core/host_read.h"
 #include "tessera/core/log.h"
 #include "tessera/core/svg.h"
+#include "tessera/core/system_reason.h"
 #include "tessera/core/temporary_place.h"
 #include "tests/file_limit.h"
 
 namespace tessera {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -69,6 +73,15 @@ TEST(Format, FloatsAreShortestRoundTrip) {
   EXPECT_EQ(format_float(std::nan("")), "nan");
   EXPECT_EQ(format_float(-INFINITY), "-inf");
   for (const double value : {0.1 + 0.2, 1.0 / 3, 5e-324, 1.7976931348623157e308}) EXPECT_EQ(std::strtod(format_float(value).c_str(), nullptr), value);
+}
+
+TEST(SystemReason, NamesTheLimitBehindAnError) {
+  const auto thread = std::make_error_code(std::errc::resource_unavailable_try_again);
+  EXPECT_THAT(reason_of(std::system_error(thread)), AllOf(HasSubstr("no more threads or processes can be started"), HasSubstr("ulimit -u")));
+  EXPECT_THAT(reason_of(std::system_error(EPERM, std::system_category(), "a timer")), HasSubstr("a timer: Operation not permitted"));
+  EXPECT_EQ(reason_of_writing(ENOSPC), "No space left on device");
+  EXPECT_EQ(reason_of_writing(EFBIG), "File too large (ulimit -f)");
+  EXPECT_EQ(reason_of_writing(EMFILE), "Too many open files (ulimit -n)");
 }
 
 TEST(Hash, DoesNotDependOnTheSplit) {
@@ -147,7 +160,7 @@ TEST(SvgTest, EscapesTextAndSaves) {
     const FileLimit full(10);
     return refusal(path.string());
   }();
-  EXPECT_EQ(cut, "picture " + path.string() + ": cannot be written: File too large; make room there, or name a file on another disk");
+  EXPECT_EQ(cut, "picture " + path.string() + ": cannot be written: File too large (ulimit -f); make room there, or name a file on another disk");
   EXPECT_FALSE(std::filesystem::exists(path)) << "half a picture is none";
 }
 

@@ -3,6 +3,8 @@
 import os
 import pathlib
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -83,6 +85,20 @@ class Failure(SystemTest):
         while time.time() < deadline and any(alive(p) for p in workers):
             time.sleep(0.1)
         self.assertFalse([p for p in workers if alive(p)], "orphans")
+
+    @unittest.skipUnless(os.geteuid() == 0 and shutil.which("setpriv"), "needs a user of its own, whose threads are counted")
+    def test_threads_that_cannot_be_started(self):
+        """Each ends by itself and names the limit, wherever the system refuses the next thread or process: in our code, or in a library's."""
+        capabilities = "+dac_override,+dac_read_search"
+        user = ["setpriv", "--inh-caps", capabilities, "--ambient-caps", capabilities, "--reuid", "23457", "--regid", "23457", "--clear-groups", "--"]
+        for limit, *command in ((4, "verify", self.recipe, "--mesh", "dp_replicate=4"), (5, "run", "--nproc-per-node", "2", "--", "/bin/true"),
+                                (2, "train", self.recipe, "--set", "run.threads=4", "--set", f"log.dir={self.folder / 'log'}")):
+            with self.subTest(command[0]):
+                done = subprocess.run([*user, TESSERA, *map(str, command)], capture_output=True, text=True, timeout=60, env=environment(OMP_NUM_THREADS="4"),
+                                      preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit)))
+                self.assertEqual(done.returncode, 1, done.stderr)
+                self.assertIn("ulimit -u", done.stderr.strip().splitlines()[-1])
+                self.assertNotIn("terminate called", done.stderr)
 
     def test_variables_of_a_launcher_that_contradict_each_other(self):
         for variables, word in (({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"), ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK"),

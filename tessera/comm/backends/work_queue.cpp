@@ -60,13 +60,13 @@ c10::intrusive_ptr<c10d::Work> WorkQueue::run(Task task, bool async) {
       return work;
     }
     if (async || !idle_locked()) {
-      queue_.push_back(work);
-      if (!thread_.joinable()) {
+      if (!thread_.joinable()) {  // before there is something to do: where it cannot be started, nothing waits for it
         thread_ = std::thread([this, threads = at::get_num_threads()] {
           at::set_num_threads(threads);
           serve();
         });
       }
+      queue_.push_back(work);
       changed_.notify_all();
       return work;
     }

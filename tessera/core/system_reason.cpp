@@ -1,0 +1,22 @@
+#include "tessera/core/system_reason.h"
+
+#include <cerrno>
+
+namespace tessera {
+
+std::string reason_of(const std::system_error& error) {
+  if (error.code() != std::errc::resource_unavailable_try_again) return error.what();
+  return "no more threads or processes can be started, for a limit on them is reached; raise it (ulimit -u, or the pids limit of the container), or start "
+         "fewer "
+         "ranks and threads";
+}
+
+std::string reason_of_writing(int code) {
+  if (code == 0) return "the reason is not known";
+  std::string reason = std::generic_category().message(code);
+  if (code == EFBIG) reason += " (ulimit -f)";
+  if (code == EMFILE) reason += " (ulimit -n)";
+  return reason;
+}
+
+}  // namespace tessera
