@@ -19,6 +19,7 @@
 #include "tessera/comm/engine.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/failure_watch.h"
+#include "tessera/comm/meeting/disagreement.h"
 #include "tessera/comm/meeting/endpoint.h"
 #include "tessera/comm/meeting/network.h"
 #include "tessera/comm/meeting/rendezvous.h"
@@ -143,16 +144,11 @@ struct World::State {
     watch = std::make_unique<FailureWatch>(environment.size, FailureWatch::Questions{here, [this] { return read_failure(store); }, found});
   }
 
-  std::shared_ptr<Engine> connect(const GroupInfo& info) {
+  // Whatever a group's members do to find each other.
+  auto meet(const GroupInfo& info, const auto& work) {
     const auto start = Clock::now();
-    const auto members = info.ranks.empty() ? "all" : fmt::format("{:016x}", hash_string(fmt::format("{}", fmt::join(info.ranks, ","))));
-    auto key = fmt::format("group/{}/{}", info.name, members);
-    {
-      const std::lock_guard lock(mutex);
-      key += fmt::format("/{}", formed[key]++);
-    }
     try {
-      return factory->connect(info, c10::make_intrusive<c10d::PrefixStore>(key, store));
+      return work();
     } catch (const ConfigError&) {
       throw;
     } catch (...) {
@@ -161,6 +157,22 @@ struct World::State {
       throw CommError(detail::concat("group ", info.name, ", rank ", info.rank, " of ", info.size, ": could not connect to all members: ", cause, "; waited ",
                                      seconds_since(start), failure.empty() ? "" : "; ", failure));
     }
+  }
+
+  // A rank that makes its engines otherwise than the others meets nobody, or ends inside of one, before anything can be compared by collectives.
+  void compare_what_engines_are_made_of(const GroupInfo& info) {
+    const Settings mine{{"comm.backend", options.backend}, {"comm.algorithm", options.algorithm}, {"comm.check", options.check ? "true" : "false"}};
+    meet(info, [&] { compare_in_store(*store, environment.rank, environment.size, mine, options.timeout); });
+  }
+
+  std::shared_ptr<Engine> connect(const GroupInfo& info) {
+    const auto members = info.ranks.empty() ? "all" : fmt::format("{:016x}", hash_string(fmt::format("{}", fmt::join(info.ranks, ","))));
+    auto key = fmt::format("group/{}/{}", info.name, members);
+    {
+      const std::lock_guard lock(mutex);
+      key += fmt::format("/{}", formed[key]++);
+    }
+    return meet(info, [&] { return factory->connect(info, c10::make_intrusive<c10d::PrefixStore>(key, store)); });
   }
 
   Group subgroup(const std::vector<int>& ranks, const std::string& name) {
@@ -189,7 +201,9 @@ World::World(std::shared_ptr<State> state) : state_(std::move(state)), exception
   auto& self = *state_;
   const auto& environment = self.environment;
   try {
-    self.everyone = self.make_group({.name = "world", .rank = environment.rank, .size = environment.size});
+    const GroupInfo everyone{.name = "world", .rank = environment.rank, .size = environment.size};
+    if (self.store) self.compare_what_engines_are_made_of(everyone);
+    self.everyone = self.make_group(everyone);
   } catch (const ConfigError&) {
     leave();  // all refuse it, by what they read from each other: nobody may take the store along before the others have read
     throw;

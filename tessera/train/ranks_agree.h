@@ -1,9 +1,5 @@
 #pragma once
 
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "tessera/comm/world.h"
 #include "tessera/config/config.h"
 #include "tessera/train/inputs.h"
@@ -12,17 +8,13 @@
 /// with losses that look sound. So all compare what they were told before they make anything of it.
 namespace tessera {
 
-/// What ranks were told differently, as one sentence that names the first such setting, its values with their ranks, and the other settings; nothing where
-/// `of_ranks` are all alike. A setting that only some have counts.
-std::optional<std::string> disagreement(const std::vector<Settings>& of_ranks);
-
 /// Throws ConfigError, on every rank the same, unless all ranks of `group` bring the same settings. Collective. Traffic: one all-gather of 8 bytes; where they
 /// differ, of the settings too.
 void check_ranks_agree(const comm::Group& group, const Settings& mine);
 
 /// What all ranks of a training run must have alike: shared_settings(), and the content of what paths name: tokenizer, texts, the table of collective
 /// algorithms in use, a pipeline's schedule, and the model of from_hf where no checkpoint takes its place (its files' headers and the beginning of each
-/// tensor).
+/// tensor); and whether there is a checkpoint.dir, and a checkpoint to go on from.
 Settings run_settings(const Config& config, const Inputs& inputs, const comm::WorldOptions& options);
 
 }  // namespace tessera

@@ -1,10 +1,13 @@
 #include "tessera/comm/world.h"
 
+#include <thread>
+
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <unistd.h>
 
@@ -230,6 +233,31 @@ TEST(World, NamesThePortInUse) {
 TEST(World, NamesAnInterfaceThatCannotBeBound) {
   EXPECT_THAT(message_of_world<CommError>([] { run_ranks(2, [](World&) {}, {.interface = "no-such-host.invalid", .backend = "gloo"}); }),
               HasSubstr("comm.interface = no-such-host.invalid: Gloo cannot bind to it"));
+}
+
+TEST(World, RanksThatWereToldDifferentlyHowToMeetAllRefuse) {
+  const auto refusals = [](const std::vector<WorldOptions>& of_ranks) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    const int size = static_cast<int>(of_ranks.size());
+    std::vector<std::string> said(of_ranks.size());
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < size; ++rank) {
+      ranks.emplace_back([&, rank] {
+        said[static_cast<size_t>(rank)] = message_of_world<ConfigError>([&] {
+          World::join({.rank = rank, .size = size, .local_rank = rank, .local_size = size, .launched = true}, store, of_ranks[static_cast<size_t>(rank)]);
+        });
+      });
+    }
+    for (auto& rank : ranks) rank.join();
+    return said;
+  };
+  const WorldOptions usual{.timeout = 20s};
+  WorldOptions checked = usual, over_gloo = usual, by_ring = usual;
+  checked.check = true, over_gloo.backend = "gloo", by_ring.algorithm = "ring";
+  EXPECT_THAT(refusals({usual, checked}), testing::Each(HasSubstr("comm.check = false on rank 0, true on rank 1: all ranks of a run need the same")));
+  EXPECT_THAT(refusals({usual, over_gloo, usual}), testing::Each(HasSubstr("comm.backend = auto on ranks 0, 2, gloo on rank 1")));
+  EXPECT_THAT(refusals({by_ring, usual}), testing::Each(HasSubstr("comm.algorithm = ring on rank 0, auto on rank 1")));
+  EXPECT_THAT(refusals({checked, checked}), testing::Each("no exception"));
 }
 
 TEST(World, SubgroupsOfAnyMembersInAnyOrder) {

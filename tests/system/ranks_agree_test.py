@@ -45,6 +45,15 @@ class RanksAgree(SystemTest):
             with self.subTest(setting):
                 self.refused(text, self.command(self.recipe), self.command(self.recipe, "--set", setting))
 
+    def test_what_decides_which_collectives_are_called(self):
+        """Over Gloo, whose connections end the process where two ranks call different ones."""
+        gloo = self.command(self.recipe, "--set", "comm.backend=gloo", "--set", "comm.timeout_s=10")
+        for alone, text in ((f"checkpoint.dir={self.folder / 'ckpt'}", "checkpoint.dir = not set on rank 0, set on rank 1"),
+                            ("comm.check=true", "comm.check = false on rank 0, true on rank 1"),
+                            ("comm.backend=auto", "comm.backend = gloo on rank 0, auto on rank 1")):
+            with self.subTest(alone):
+                self.refused(text, gloo, [*gloo, "--set", alone])
+
     def test_texts_are_told_apart_by_what_they_hold(self):
         english(self.folder / "other.txt", seed=5)
         self.refused("data.files = content ", self.command(self.recipe), self.command(self.recipe, "--set", f"data.files={self.folder / 'other.txt'}"))

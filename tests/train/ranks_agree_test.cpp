@@ -4,12 +4,14 @@
 
 #include <gmock/gmock.h>
 
+#include "tessera/comm/meeting/disagreement.h"
 #include "tessera/core/error.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
 namespace {
 
+using comm::disagreement;
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -56,8 +58,7 @@ class RunSettings : public testing_support::TrainFixture {
 
 TEST_F(RunSettings, TellTextsByWhatTheyHoldAndNotByWhereTheyLie) {
   const Settings here = settings("one/x");
-  EXPECT_EQ(disagreement({here, settings("elsewhere/x", {"log.dir=/other", "checkpoint.dir=/tmp/other", "comm.interface=eth1", "run.memory_limit_bytes=9"})}),
-            std::nullopt);
+  EXPECT_EQ(disagreement({here, settings("elsewhere/x", {"log.dir=/other", "comm.interface=eth1", "run.memory_limit_bytes=9"})}), std::nullopt);
   EXPECT_THAT(disagreement({here, settings("one/y")}).value_or(""), HasSubstr("data.files = content "));
   EXPECT_THAT(disagreement({here, settings("one/x", {"data.validation_files=" + (folder_ / "text.txt").string()})}).value_or(""),
               HasSubstr("data.validation_files = none on rank 0, content "));
@@ -70,6 +71,14 @@ TEST_F(RunSettings, TellTextsByWhatTheyHoldAndNotByWhereTheyLie) {
   EXPECT_THAT(disagreement({by_file, settings("one/x", file("c.csv", "0F0,0I0,0W0\n1F0,1B0\n"))}).value_or(""), HasSubstr("pipeline.schedule = content "));
   EXPECT_THAT(disagreement({here, settings("one/x", {"pipeline.schedule=gpipe"})}).value_or(""), HasSubstr("pipeline.schedule = 1f1b on rank 0, gpipe"));
   EXPECT_THAT(disagreement({here, settings("one/x", {"optim.lr=0.3"})}).value_or(""), HasSubstr("optim.lr = 0.01 on rank 0, 0.3 on rank 1"));
+}
+
+TEST_F(RunSettings, TellWhetherThereAreCheckpointsAndNotWhereTheyLie) {
+  const Settings saving = settings("x", {"checkpoint.dir=" + (folder_ / "one").string()});
+  EXPECT_EQ(disagreement({saving, settings("x", {"checkpoint.dir=" + (folder_ / "two").string()})}), std::nullopt);
+  EXPECT_THAT(disagreement({settings("x"), saving}).value_or(""), HasSubstr("checkpoint.dir = not set on rank 0, set on rank 1"));
+  const Settings going_on = settings("x", {"checkpoint.dir=" + (folder_ / "one").string(), "checkpoint.resume=latest"});
+  EXPECT_THAT(disagreement({saving, going_on}).value_or(""), HasSubstr("checkpoint.resume = not set on rank 0, set on rank 1"));
 }
 
 }  // namespace
