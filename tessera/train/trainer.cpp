@@ -6,6 +6,7 @@
 #include <cstring>
 #include <exception>
 #include <numeric>
+#include <source_location>
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -74,14 +75,14 @@ std::map<std::string, double> expert_numbers(const std::vector<ExpertLoad>& load
 }
 
 // Runs `work` on rank 0; where it is refused there, all ranks throw the refusal.
-void on_first_rank(const comm::World& world, const std::function<void()>& work) {
+void on_first_rank(const comm::World& world, const std::function<void()>& work, const std::source_location& place = std::source_location::current()) {
   nlohmann::json outcome;
   try {
     if (world.rank() == 0) work();
   } catch (const Error& error) {
     outcome = error.what();
   }
-  const auto first = checkpoint::gather_json(world.group(), outcome).front();
+  const auto first = checkpoint::gather_json(world.group(), outcome, place).front();
   require(first.is_null(), first.is_string() ? first.get<std::string>() : std::string());
 }
 
