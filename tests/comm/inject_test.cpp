@@ -23,10 +23,10 @@ using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 TEST(ParseFaults, ReadsEveryField) {
   EXPECT_THAT(parse_faults(""), ::testing::IsEmpty());
-  EXPECT_THAT(parse_faults(" ; "), ::testing::IsEmpty());
   EXPECT_EQ(parse_faults("rank=1,op=all_reduce,count=40,do=kill"),
             (std::vector<Fault>{{.rank = 1, .op = "all_reduce", .first = 40, .last = 40, .action = FaultAction::Kill}}));
   EXPECT_EQ(parse_faults("do = hang , rank = 0"), (std::vector<Fault>{{.rank = 0, .op = "any", .first = 1, .last = 1, .action = FaultAction::Hang}}));
@@ -64,6 +64,7 @@ TEST(ParseFaults, RefusesWithFieldValueAndWayOut) {
   EXPECT_THAT(refusal_to_parse("rank=1,rank=2,do=kill"), HasSubstr("rank=2: given twice"));
   EXPECT_THAT(refusal_to_parse("rank=1,when=now,do=kill"), HasSubstr("when=now: no such field"));
   EXPECT_THAT(refusal_to_parse("rank=1,kill"), HasSubstr("kill: not a field=value"));
+  EXPECT_THAT(refusal_to_parse(" ; "), AllOf(HasSubstr("--inject: ' ; ': names no fault"), HasSubstr("leave it out")));
   EXPECT_EQ(refusal_to_parse("rank=4,do=kill"), "--inject: rank=4: this run has 4 ranks; name one of 0 to 3");
   EXPECT_THAT(refusal_to_parse("rank=0,do=kill", 1), HasSubstr("--nproc 2"));
   EXPECT_EQ(refusal_to_parse("rank=4,do=kill", 4, 1), "accepted");  // a restart may have fewer ranks
@@ -110,6 +111,17 @@ TEST(Inject, CountsTheCallsOfARankAcrossGroups) {
       }
     });
   }
+}
+
+TEST(Inject, AFaultThatNeverHappenedIsSaid) {
+  testing::internal::CaptureStderr();
+  run_injected(2, "rank=0,op=barrier,count=2,do=delay:1ms;rank=1,count=100..101,do=kill;rank=1,op=send,count=3+,do=delay:2s", [](World& world) {
+    for (int i = 0; i < 2; ++i) barrier(world.group());
+  });
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_THAT(said, Not(HasSubstr("rank=0")));
+  EXPECT_THAT(said, HasSubstr("--inject: rank=1,op=any,count=100..101,do=kill never happened: rank 1 made 2 such calls"));
+  EXPECT_THAT(said, HasSubstr("rank=1,op=send,count=3+,do=delay:2000ms never happened: rank 1 made 0 such calls"));
 }
 
 TEST(Inject, AnErrorReachesTheOthersAsItsCause) {

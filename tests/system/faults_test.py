@@ -86,6 +86,17 @@ class Faults(SystemTest):
         first = same.index(False)
         self.assertTrue(0 < first < len(same) - 1, f"from step {first + 1}")
 
+    def test_a_fault_that_never_happens_is_said(self):
+        done = run("train", self.recipe, "--nproc", 2, "--set", f"log.dir={self.folder / 'calm'}", "--set", "run.steps=1", "--inject",
+                   "rank=1,op=send,do=kill")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("rank=1,op=send,count=1,do=kill never happened: rank 1 made 0 such calls", done.stderr)
+
+    def test_what_ranks_tell_each_other_is_looked_at_first(self):
+        done = run("train", self.recipe, "--nproc", 2, "--set", f"log.dir={self.folder / 'begin'}", "--set", "comm.timeout_s=5", "--inject", "rank=1,do=skip")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertRegex(done.stderr.strip().splitlines()[-1], "of group world (says of its state arrived damaged|tells of something else)")
+
     def test_a_delay_changes_no_number_and_is_seen(self):
         _, honest = self.train("honest", nproc=2)
         _, log = self.inject("rank=1,op=all_reduce,count=1+,do=delay:40ms", expect=0, within=30)
@@ -108,7 +119,7 @@ class Faults(SystemTest):
 
     def test_refusals_come_before_any_rank(self):
         for fault, part in (("rank=7,do=kill", "rank=7"), ("rank=1,do=explode", "do=explode"), ("rank=1,op=allreduce,do=kill", "op=allreduce"),
-                            ("rank=1,count=0,do=kill", "count=0"), ("do=kill", "rank=1")):
+                            ("rank=1,count=0,do=kill", "count=0"), ("do=kill", "rank=1"), (";", "';'")):
             refused = self.refusal(run("train", self.recipe, "--nproc", 2, "--set", f"log.dir={self.folder / 'none'}", "--inject", fault))
             self.assertIn("--inject", refused)
             self.assertIn(part, refused)

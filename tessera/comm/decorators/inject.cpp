@@ -6,6 +6,7 @@
 #include <charconv>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -19,6 +20,7 @@
 
 #include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
+#include "tessera/core/log.h"
 
 // A fault is a place and not a probability: rank, op and the number of the call, so that what was seen once happens again at the same call. Calls are counted
 // over all groups of a rank, for groups come and go. A rank that hangs waits for its world's abort and not for ever, so that a test ends; a result is corrupted
@@ -137,6 +139,16 @@ class FaultReader {
   Fault fault_;
 };
 
+/// As it was given, but for the order of its fields.
+std::string text_of(const Fault& fault) {
+  std::string count = std::to_string(fault.first);
+  if (fault.last == Fault::kForever) count += "+";
+  if (fault.last != Fault::kForever && fault.last != fault.first) count += fmt::format("..{}", fault.last);
+  const auto* const action = std::ranges::find(kActions, fault.action, [](const auto& entry) { return entry.second; });
+  const std::string delay = fault.action == FaultAction::Delay ? fmt::format(":{}ms", fault.delay.count()) : "";
+  return fmt::format("rank={},op={},count={},do={}{}", fault.rank, fault.op, count, action->first, delay);
+}
+
 /// The faults of one rank, with how many calls each has seen; shared by the rank's groups, which several threads may use.
 class Faults {
  public:
@@ -145,15 +157,26 @@ class Faults {
       if (fault.rank == rank && fault.attempt.value_or(attempt) == attempt) planned_.emplace_back(fault);
   }
 
+  ~Faults() {
+    if (std::uncaught_exceptions() > 0) return;  // the run ended early, and what was to come is no surprise
+    for (const auto& [fault, calls, struck] : planned_) {
+      if (!struck) log().warn("--inject: {} never happened: rank {} made {} such calls", text_of(fault), fault.rank, calls.load());
+    }
+  }
+  Faults(const Faults&) = delete;
+  Faults& operator=(const Faults&) = delete;
+
   bool empty() const { return planned_.empty(); }
 
   /// What happens to this call, with its number: the first planned fault that it meets.
   std::optional<std::pair<Fault, int64_t>> next(Operation op) {
     std::optional<std::pair<Fault, int64_t>> met;
-    for (auto& [fault, calls] : planned_) {
+    for (auto& [fault, calls, struck] : planned_) {
       if (fault.op != "any" && fault.op != to_string(op)) continue;
       const int64_t call = ++calls;
-      if (!met && call >= fault.first && call <= fault.last) met.emplace(fault, call);
+      if (met || call < fault.first || call > fault.last) continue;
+      met.emplace(fault, call);
+      struck = true;
     }
     return met;
   }
@@ -173,6 +196,7 @@ class Faults {
     explicit Planned(const Fault& planned) : fault(planned) {}
     Fault fault;
     std::atomic<int64_t> calls = 0;
+    std::atomic<bool> struck = false;
   };
   std::deque<Planned> planned_;  // never moved: atomics cannot be
   std::mutex mutex_;
@@ -242,6 +266,7 @@ std::vector<Fault> parse_faults(const std::string& text, const std::string& knob
   std::vector<Fault> faults;
   for (const auto part : split(text, ';'))
     if (!part.empty()) faults.push_back(FaultReader(part, knob).read());
+  require(text.empty() || !faults.empty(), knob, ": '", text, "': names no fault; write one, such as rank=1,do=kill, or leave it out");
   return faults;
 }
 

@@ -35,7 +35,7 @@ struct Fault {
   bool operator==(const Fault&) const = default;
 };
 
-/// Reads faults as `--inject` takes them: fields in any order, faults separated by semicolons; empty text: none.
+/// Reads faults as `--inject` takes them: fields in any order, faults separated by semicolons; empty text: none, and any other names one at least.
 ///   rank=R        which rank
 ///   op=NAME       all_reduce, ..., send, recv, barrier, or any (default)
 ///   count=N       which call: 40, 40..60, 40+ (default 1)
@@ -49,7 +49,7 @@ std::vector<Fault> parse_faults(const std::string& text, const std::string& knob
 std::vector<Fault> parse_faults(const std::string& text, int size, int attempt, const std::string& knob = "--inject");
 
 /// Makes `faults` happen to the calls of world rank `rank` in this attempt. One decorator serves all groups of a rank, since calls are counted across them. A
-/// call that nothing happens to costs a comparison per fault.
+/// call that nothing happens to costs a comparison per fault. What has never happened when the last group is gone is said aloud.
 Decorator fault_injection(const std::vector<Fault>& faults, int rank, int attempt);
 
 }  // namespace tessera::comm
