@@ -183,6 +183,15 @@ WrittenFile RankFile::finish() {
   return std::move(written_);
 }
 
+WrittenFile write_values(const SavePlan& plan, int rank, const CheckpointState& state) {
+  RankFile file(plan, rank);
+  for (const size_t i : plan.dealt[rank]) {
+    const auto host = state.values_of(state.tensors[i]).detach().to(at::kCPU).contiguous();
+    file.write({static_cast<const std::byte*>(host.const_data_ptr()), host.nbytes()});
+  }
+  return file.finish();
+}
+
 void finish_save(const SavePlan& plan, const comm::Group& group, const std::function<WrittenFile()>& write) {
   try {
     const auto written = together(group, [&] {
@@ -201,14 +210,7 @@ void finish_save(const SavePlan& plan, const comm::Group& group, const std::func
 
 fs::path save(const fs::path& dir, const CheckpointState& state, const comm::Group& group) {
   const SavePlan plan = begin_save(dir, state, group);
-  finish_save(plan, group, [&] {
-    RankFile file(plan, group.rank());
-    for (const size_t i : plan.dealt[group.rank()]) {
-      const auto host = state.values_of(state.tensors[i]).detach().to(at::kCPU).contiguous();
-      file.write({static_cast<const std::byte*>(host.const_data_ptr()), host.nbytes()});
-    }
-    return file.finish();
-  });
+  finish_save(plan, group, [&] { return write_values(plan, group.rank(), state); });
   return plan.folder;
 }
 

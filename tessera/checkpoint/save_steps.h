@@ -52,6 +52,9 @@ class RankFile {
   uint64_t hashed_ = 0;  ///< bytes of the slice that has begun
 };
 
+/// All of this rank's file, as the tensors are now.
+WrittenFile write_values(const SavePlan& plan, int rank, const CheckpointState& state);
+
 /// Collective: every rank writes its file by `write`; once all have, rank 0 writes the manifest and renames the folder, which makes the checkpoint exist. Where
 /// any rank fails, all throw, and what was written is removed.
 void finish_save(const SavePlan& plan, const comm::Group& group, const std::function<WrittenFile()>& write);

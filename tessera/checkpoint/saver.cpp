@@ -1,10 +1,14 @@
 #include "tessera/checkpoint/saver.h"
 
+#include <system_error>
 #include <utility>
 
+#include "tessera/checkpoint/fault_point.h"
 #include "tessera/checkpoint/save_steps.h"
 #include "tessera/checkpoint/staging.h"
 #include "tessera/core/error.h"
+#include "tessera/core/log.h"
+#include "tessera/core/system_reason.h"
 
 // A save has two halves: who writes what is agreed with the caller waiting, what takes long goes to a thread. Between them stands a queue of bounded size;
 // whichever side fails stops it, or the other would wait for ever. Two kinds of failure are kept apart: a full disk is news, which the caller may live with,
@@ -53,8 +57,14 @@ void Saver::start(const CheckpointState& state) {
     return;
   }
   const auto staging = std::make_shared<Staging>(options_.staging_bytes);
-  writer_ = std::thread(
-      [this, plan, staging] { attempt(plan->step, [&] { finish_save(*plan, group_, [&] { return write_staged(*plan, group_.rank(), *staging); }); }); });
+  try {
+    fault_point("start thread", plan->temporary);
+    writer_ = std::thread(
+        [this, plan, staging] { attempt(plan->step, [&] { finish_save(*plan, group_, [&] { return write_staged(*plan, group_.rank(), *staging); }); }); });
+  } catch (const std::system_error& error) {  // the other ranks' threads write, and wait for what this one has
+    if (!std::exchange(alone_, true)) log().warn("checkpoint.async: training waits for the disk on rank {}: {}", group_.rank(), reason_of(error));
+    return attempt(plan->step, [&] { finish_save(*plan, group_, [&] { return write_values(*plan, group_.rank(), state); }); });
+  }
   try {
     for (const size_t i : plan->dealt[group_.rank()]) {
       if (!staging->put(state.values_of(state.tensors[i]))) break;
@@ -98,13 +108,19 @@ void Saver::prune_after(SaveOutcome& outcome) {
       if (told_.insert(kept).second) outcome.remark += (outcome.remark.empty() ? "" : "; ") + kept + ", and stays as it is";
     }
     if (pruned.gone.empty()) return;
-    remover_ = std::thread([this, gone = std::move(pruned.gone)] {
+    const auto remove = [this, gone = std::move(pruned.gone)] {
       try {
         remove_pruned(gone);
       } catch (const std::exception& error) {
         not_removed_ = error.what();
       }
-    });
+    };
+    try {
+      fault_point("start thread", options_.dir);
+      remover_ = std::thread(remove);
+    } catch (const std::system_error&) {
+      remove();
+    }
   } catch (const std::exception& error) {
     outcome.remark = error.what();
   }

@@ -42,7 +42,8 @@ struct SaveOutcome {
 /// Synchronous: save() returns when the checkpoint is on the disk. Asynchronous: save() copies what this rank is to write into host memory and returns; a
 /// thread writes it, agrees with its peers that all is whole, and rank 0 renames the folder. At most `staging_bytes` are held: where the rank writes more,
 /// save() returns when the rest fits. One save is under way at a time: the next waits for it. The thread's collectives run on `group`, which nothing else may
-/// use meanwhile; they wait for the slowest rank's disk, at most the group's timeout.
+/// use meanwhile; they wait for the slowest rank's disk, at most the group's timeout. Where the system has no thread for it, the caller's writes, and save()
+/// returns when that is done.
 class Saver {
  public:
   Saver(SaverOptions options, comm::Group group);
@@ -77,6 +78,7 @@ class Saver {
   SaverOptions options_;
   comm::Group group_;
   std::thread writer_, remover_;
+  bool alone_ = false;          ///< no thread was to be had, which has been said
   std::set<std::string> told_;  ///< what prune() kept, each said once
   std::string not_removed_;     ///< by the remover; read once it is joined
   std::exception_ptr broken_;   ///< what the writer met that is no matter of files

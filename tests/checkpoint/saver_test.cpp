@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <memory>
+#include <system_error>
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -182,6 +183,28 @@ TEST_P(SaverTest, WhatGoesIsDeletedBesideTheRun) {
     saver.wait();
   });
   EXPECT_THAT(names(), ElementsAre("step-00000002"));
+}
+
+/// A rank for which the system has no thread writes on its own, and the others' threads do not wait for ever.
+TEST_P(SaverTest, WithoutAThreadTheCallersWrites) {
+  std::atomic<int> refused = 0;
+  const FaultPointScope none([&](std::string_view action, const fs::path& path) {
+    if (action != "start thread" || path.string().find("step-00000001") != std::string::npos) return;
+    ++refused;
+    throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
+  });
+  testing::internal::CaptureStderr();
+  comm::run_ranks(2, [&](comm::World& world) {
+    Saver saver(options(1), world.group());
+    for (const int64_t step : {1, 2, 3}) saver.save(state_of(Layout::Rows, 2, world.rank(), step));
+    EXPECT_FALSE(saver.pending());
+    for (const auto& outcome : saver.outcomes()) EXPECT_THAT(outcome.error + outcome.remark, IsEmpty());
+  });
+  const std::string said = testing::internal::GetCapturedStderr();
+  if (GetParam()) EXPECT_THAT(said, AllOf(HasSubstr("checkpoint.async: training waits for the disk on rank 1"), HasSubstr("ulimit -u")));
+  EXPECT_GT(refused, 0);
+  EXPECT_THAT(names(), ElementsAre("step-00000003"));
+  expect_loads(folder_ / "step-00000003", Layout::Replicated, 1);
 }
 
 TEST_P(SaverTest, WhatCannotBeDeletedIsToldInTheEnd) {
