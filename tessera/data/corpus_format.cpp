@@ -1,11 +1,13 @@
 #include "tessera/data/corpus_format.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstddef>
 #include <cstring>
 #include <limits>
 
 #include "tessera/core/error.h"
+#include "tessera/core/system_reason.h"
 
 // One hash of the whole file would tell that it is damaged; hashes of blocks tell where, and a block is still in the cache when its ids are compared with the
 // vocabulary. A hash proves only that nothing has changed since: sizes and ids are bounded as well, since they are used as lengths and as rows of tables.
@@ -84,7 +86,7 @@ bool begins_corpus(std::string_view begin) {
 CorpusWriter::CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content, const std::string& knob,
                            Documents documents)
     : path_(path), knob_(knob), out_(path, std::ios::binary | std::ios::trunc), token_bytes_(tokenizer.token_bytes()) {
-  require(out_.good(), path.string(), ": cannot be written; choose another ", knob);
+  require(out_.good(), path.string(), ": cannot be written: ", reason_of_writing(errno), "; choose another ", knob);
   invariant(tokenizer.fingerprint().size() < sizeof header_.tokenizer && content.size() < sizeof header_.content, "fingerprints outgrew the corpus header");
   header_.vocab_size = static_cast<uint64_t>(tokenizer.vocab_size());
   header_.id_bytes = header_.vocab_size <= 1 << 16 ? 2 : 4;
@@ -92,7 +94,7 @@ CorpusWriter::CorpusWriter(const std::filesystem::path& path, const Tokenizer& t
   std::ranges::copy(tokenizer.fingerprint(), header_.tokenizer);
   std::ranges::copy(content, header_.content);
   const std::vector<char> room(sizeof(CorpusHeader));
-  out_.write(room.data(), static_cast<std::streamsize>(room.size()));
+  put(room.data(), room.size());
   write(token_bytes_.data(), token_bytes_.size_bytes());
 }
 
@@ -106,9 +108,19 @@ void CorpusWriter::add(std::span<const int32_t> ids) {
   write(narrow, narrow_.size());
 }
 
+void CorpusWriter::put(const void* data, size_t bytes) {
+  errno = 0;
+  out_.write(static_cast<const char*>(data), static_cast<std::streamsize>(bytes));
+  note_failure();
+}
+
+void CorpusWriter::note_failure() {
+  if (!out_.good() && reason_ == 0) reason_ = errno;
+}
+
 void CorpusWriter::write(const void* data, size_t bytes) {
   const auto* at = static_cast<const char*>(data);
-  out_.write(at, static_cast<std::streamsize>(bytes));
+  put(at, bytes);
   while (bytes > 0) {
     const size_t n = std::min(bytes, static_cast<size_t>(corpus_block_bytes - block_fill_));
     block_.update(at, n);
@@ -128,13 +140,17 @@ void CorpusWriter::finish() {
   write(document_ends_.data(), document_ends_.size() * sizeof(uint64_t));
   if (block_fill_ > 0) block_hashes_.push_back(block_.value());
   const size_t bytes = block_hashes_.size() * sizeof(uint64_t);
-  out_.write(reinterpret_cast<const char*>(block_hashes_.data()), static_cast<std::streamsize>(bytes));
+  put(block_hashes_.data(), bytes);
   header_.blocks_hash = hash_bytes(block_hashes_.data(), bytes);
   header_.header_hash = header_.hash();
-  out_.seekp(0);
-  out_.write(reinterpret_cast<const char*>(&header_), sizeof header_);
+  errno = 0;
+  out_.seekp(0);  // writes what is still held back
+  note_failure();
+  put(&header_, sizeof header_);
+  errno = 0;
   out_.close();
-  require(out_.good(), path_.string(), ": cannot be written: is the disk full? Free some space, or choose another ", knob_);
+  note_failure();
+  require(out_.good(), path_.string(), ": cannot be written: ", reason_of_writing(reason_), "; free some space, or choose another ", knob_);
 }
 
 }  // namespace tessera::data

@@ -65,15 +65,19 @@ class CorpusWriter {
   void add(std::span<const int32_t> ids);
   void end_document() { document_ends_.push_back(header_.tokens); }  ///< with what has been added
   void add_text_bytes(int64_t bytes) { header_.text_bytes += static_cast<uint64_t>(bytes); }
-  /// Writes what remains. Throws ConfigError where the disk is full.
+  /// Writes what remains. Throws ConfigError where the disk takes no more.
   void finish();
 
  private:
   void write(const void* data, size_t bytes);
+  /// Behind write(), without a hash.
+  void put(const void* data, size_t bytes);
+  void note_failure();
 
   std::filesystem::path path_;
   std::string knob_;
   std::ofstream out_;
+  int reason_ = 0;  ///< of the first failure, an errno
   CorpusHeader header_;
   std::span<const uint32_t> token_bytes_;
   Hasher block_;

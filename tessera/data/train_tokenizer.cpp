@@ -1,6 +1,7 @@
 #ifdef TESSERA_WITH_SENTENCEPIECE
 
 #include <algorithm>
+#include <cerrno>
 #include <fstream>
 #include <random>
 #include <unordered_map>
@@ -10,6 +11,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
+#include "tessera/core/system_reason.h"
 #include "tessera/data/sample.h"
 #include "tessera/data/tokenizer.h"
 #include "tessera/data/utf8.h"
@@ -115,16 +117,19 @@ std::filesystem::path train_tokenizer(const std::vector<std::filesystem::path>& 
   // Nobody else's name: whoever trains another tokenizer to the same one writes beside this, and what is called .partial may be somebody's.
   const std::filesystem::path partial = detail::concat(place.string(), ".", ::getpid(), ".", std::random_device()(), ".partial");
   std::error_code error;
+  errno = 0;
   std::ofstream file(partial, std::ios::binary);
   file.write(model.data(), static_cast<std::streamsize>(model.size()));
   file.close();
+  int reason = errno;
   bool written = file.good();
   if (written) {
     std::filesystem::rename(partial, place, error);
     written = !error;
+    reason = error.value();
   }
   if (!written) std::filesystem::remove(partial, error);
-  require(written, path.string(), ": cannot be written: is the disk full? Free some space, or choose another output");
+  require(written, path.string(), ": cannot be written: ", reason_of_writing(reason), "; free some space, or choose another output");
   return path;
 }
 

@@ -8,6 +8,7 @@
 
 #include "tessera/data/corpus_format.h"
 #include "tests/data/files.h"
+#include "tests/file_limit.h"
 
 namespace tessera::data {
 namespace {
@@ -209,8 +210,17 @@ TEST(Corpus, AFullDiskNamesWhatSaysWhere) {
       writer.finish();
     });
   };
-  EXPECT_THAT(written("output"), AllOf(HasSubstr("is the disk full?"), HasSubstr("choose another output")));
+  EXPECT_THAT(written("output"), AllOf(HasSubstr("No space left on device; free some space"), HasSubstr("choose another output")));
   EXPECT_THAT(written("data.cache_dir"), HasSubstr("choose another data.cache_dir"));
+  Folder folder;
+  const FileLimit limit(10000);
+  EXPECT_THAT(refusal([&] {
+                CorpusWriter writer(folder / "large.bin", *byte, "content", "output");
+                const std::vector<int32_t> ids(100000, 65);
+                writer.add(ids);
+                writer.finish();
+              }),
+              HasSubstr("large.bin: cannot be written: File too large (ulimit -f)"));
 }
 
 TEST(Corpus, RefusesTextThatGivesNone) {

@@ -191,6 +191,16 @@ TEST(MetricsFile, KeepsWhatItCannotRead) {
   EXPECT_EQ(slurp(folder / "metrics.jsonl.unreadable-1"), text);
 }
 
+/// A disk that fails in the midst of the records is not their end: what is behind it would be lost when they are written anew.
+TEST(MetricsFile, WhatCannotBeReadToItsEndIsLeftAsItIs) {
+  Folder folder;
+  std::filesystem::create_symlink("/proc/self/mem", folder / "metrics.jsonl");  // a regular file whose first read fails
+  MetricsFile metrics;
+  EXPECT_THAT(refusal([&] { metrics.on_start({.log_dir = folder.path(), .first_step = 11}); }),
+              AllOf(HasSubstr("metrics.jsonl: cannot be read to its end: Input/output error"), HasSubstr("choose another log.dir")));
+  EXPECT_TRUE(std::filesystem::is_symlink(folder / "metrics.jsonl"));
+}
+
 TEST(MetricsFile, AStrictLogEndsTheRun) {
   const Folder folder;
   MetricsFile metrics(/*strict=*/true);
@@ -216,7 +226,7 @@ TEST(RecordFile, TellsOfADeviceThatTakesNothing) {
 TEST(MetricsFile, RefusesAFolderThatCannotBeWritten) {
   Folder folder;
   MetricsFile metrics;
-  EXPECT_THAT(refusal([&] { metrics.on_start({.log_dir = folder / "none"}); }), AllOf(HasSubstr("log.dir"), HasSubstr("none")));
+  EXPECT_THAT(refusal([&] { metrics.on_start({.log_dir = folder / "none"}); }), AllOf(HasSubstr("log.dir"), HasSubstr("none"), HasSubstr("No such file")));
 }
 
 /// Tells a bar of a run of `last` steps.
@@ -297,6 +307,13 @@ TEST(EventRecord, HasTheChecksumsOfItsFormat) {
   EXPECT_EQ(crc32c(std::string(32, '\0')), 0x8a9136aau);  // RFC 3720, B.4
   EXPECT_EQ(crc32c(""), 0u);
   EXPECT_EQ(event_record("abc").size(), 8u + 4 + 3 + 4);
+}
+
+TEST(TensorBoardFile, SaysWhyItCannotBeWritten) {
+  Folder folder;
+  std::ofstream(folder / "tensorboard") << "no folder";
+  TensorBoard board;
+  EXPECT_THAT(refusal([&] { board.on_start({.log_dir = folder.path()}); }), AllOf(HasSubstr("cannot be written: Not a directory"), HasSubstr("log.dir")));
 }
 
 // tensorboard_test.py opens what this test writes, with TensorBoard itself.

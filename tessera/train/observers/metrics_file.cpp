@@ -1,5 +1,7 @@
 #include "tessera/train/observers/metrics_file.h"
 
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <string>
 #include <thread>
@@ -10,6 +12,8 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
+#include "tessera/core/system_reason.h"
+#include "tessera/core/text_file.h"
 
 namespace tessera {
 namespace {
@@ -23,7 +27,11 @@ struct Records {
 };
 
 Records read_records(const std::filesystem::path& file, int64_t first_step) {
+  errno = 0;
   std::ifstream in(file);
+  const std::string name = detail::concat("log.dir = ", file.parent_path().string(), ": ", file.filename().string());
+  const std::string way_out = "what it holds would be lost, so choose another log.dir";
+  require(in.is_open() || errno == ENOENT, name, ": cannot be read: ", std::strerror(errno), "; ", way_out);
   Records records;
   for (std::string line; std::getline(in, line);) {
     const Json object = Json::parse(line, nullptr, false);
@@ -33,6 +41,7 @@ Records read_records(const std::filesystem::path& file, int64_t first_step) {
     if (!known && !cut) ++records.unknown;
     if (known && step->get<int64_t>() < first_step) records.kept += line + '\n';
   }
+  require_read_to_end(in, name, way_out);
   return records;
 }
 
@@ -63,16 +72,17 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, Record
   }
   const auto [kept, unknown] = read_records(file, first_step);
   if (unknown > 0) keep_aside(file, unknown);
-  bool written = false;
-  {
-    std::ofstream out(partial, std::ios::trunc);
-    out << kept << std::flush;
-    written = out.good();
-  }
+  errno = 0;
   std::error_code error;
-  if (written) std::filesystem::rename(partial, file, error);
-  require(written && !error && records.open(file), "log.dir = ", file.parent_path().string(), ": ", file.filename().string(),
-          " cannot be written; choose another log.dir");
+  std::ofstream out(partial, std::ios::trunc);
+  out << kept;
+  out.close();
+  if (out.good()) {
+    std::filesystem::rename(partial, file, error);
+    if (!error && records.open(file)) return;
+  }
+  throw ConfigError(detail::concat("log.dir = ", file.parent_path().string(), ": ", file.filename().string(),
+                                   " cannot be written: ", reason_of_writing(error ? error.value() : errno), "; choose another log.dir"));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "tessera/train/observers/tensorboard.h"
 
 #include <array>
+#include <cerrno>
 #include <chrono>
 #include <vector>
 
@@ -8,6 +9,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/host_name.h"
+#include "tessera/core/system_reason.h"
 #include "tessera/train/observers/event_record.h"
 
 namespace tessera {
@@ -30,7 +32,8 @@ void TensorBoard::on_start(const RunInfo& run) {
   // Readers take files in the order of their names, so the time comes first, in full.
   const auto file =
       folder / (std::string(prefix) + std::to_string(static_cast<int64_t>(now * 1e6)) + "." + host_name("localhost") + "." + std::to_string(::getpid()));
-  require(out_.open(file), "log.dir = ", run.log_dir.string(), ": ", file.string(), " cannot be written; choose another log.dir");
+  require(out_.open(file), "log.dir = ", run.log_dir.string(), ": ", file.string(), " cannot be written: ", reason_of_writing(errno),
+          "; choose another log.dir");
   write(file_version_event(now));
   if (run.first_step > 1) write(restart_event(now, run.first_step));
 }
