@@ -22,7 +22,7 @@ constexpr int64_t kDigits = 16, kHead = 2 * kDigits;
 constexpr int64_t kMost = int64_t{1} << 30;  // of a rank: more is no length that a rank has told
 
 std::string place_text(const std::source_location& place) {
-  const std::string text = detail::concat(place.file_name(), ":", place.line());
+  const std::string text = detail::concat(place.function_name(), ":", place.line());
   return hash_hex(text.data(), text.size());
 }
 

@@ -158,7 +158,6 @@ Timed read_timeline(const std::string& from, const std::optional<int64_t>& step,
     if (timed.step != step.value_or(timed.step) || timed.rank != rank.value_or(timed.rank)) continue;
     if (!found || timed.step > found->step || (timed.step == found->step && timed.rank < found->rank)) found = std::move(timed);
   }
-  require_read_to_end(in, file.string(), "copy it from where it can be read, and name that");
   require(!there.empty(), file.string(), ": is empty: no step has been timed");
   if (there.size() > 8) there.erase(there.begin() + 4, there.end() - 4);
   require(found.has_value(), file.string(), ": no pipeline of", step ? fmt::format(" --step {}", *step) : "", rank ? fmt::format(" --rank {}", *rank) : "",
