@@ -214,7 +214,8 @@ void PowerSgd::prepare(const std::vector<nn::NamedParameter>& parameters, const 
   const MemoryScope scope(MemoryCategory::Comm);
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, tensor, aliases] = parameters[i];
-    invariant(!matrices_.contains(name), "a PowerSgd serves one DistributedDataParallel; make one for each");
+    require(!matrices_.contains(name), "PowerSGD: the hook has the state of '", name,
+            "' for another DistributedDataParallel, and serves one; make one for each");
     const auto shape = matrix_shape(tensor);
     if (!shape || tensor.is_complex() || is_held_alike(tensor)) continue;
     const auto [n, m] = *shape;

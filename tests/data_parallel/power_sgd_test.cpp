@@ -124,6 +124,18 @@ TEST_P(PowerSgdWorlds, WhatIsAppliedAndWhatIsOwedAddUpToTheTrueGradients) {
   EXPECT_LT(largest_difference(account.applied, expected), parity);
 }
 
+TEST(PowerSgd, AHookOfAnotherWrapperIsRefusedByName) {
+  run_ranks(2, [](World& world) {
+    Net net;
+    const auto hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 1, .min_compression = 0});
+    {
+      DistributedDataParallel ddp(net, world.group(), {.hook = hook});
+    }
+    EXPECT_THAT(refusal([&] { DistributedDataParallel again(net, world.group(), {.hook = hook}); }),
+                ::testing::AllOf(HasSubstr("'last.weight'"), HasSubstr("make one for each")));
+  });
+}
+
 TEST(PowerSgd, TheAccountSeesErrorsThatAreForgotten) {
   constexpr int steps = 12;
   Account account = account_of(3, steps, /*forget_errors=*/true);
