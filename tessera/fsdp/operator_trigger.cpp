@@ -141,8 +141,30 @@ bool OperatorTrigger::wants_whole(const c10::FunctionSchema& schema, Arguments a
   if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
   if (use == OperatorUse::Clone || use == OperatorUse::Cast) return false;
   if (in_call() || step_.running()) return true;
-  if (use == OperatorUse::Unlike) return at::GradMode::is_enabled() || agrees_on_whole(schema, arguments, /*forward=*/false);
-  return use != OperatorUse::Alike && evaluating_;
+  if (at::GradMode::is_enabled() && begins_between_calls(schema, arguments, use)) return true;
+  if (use == OperatorUse::Unlike) return at::GradMode::is_enabled() || agrees_on_whole(schema, arguments, /*forward=*/!module_.is_training());
+  if (use == OperatorUse::Alike) return !at::GradMode::is_enabled() && forward_in_evaluation(schema, arguments);
+  return evaluating_ || (use == OperatorUse::Alone && !makes_views(schema) && !module_.is_training());
+}
+
+/// Whether an operator is one of a forward where autograd records what is made of a parameter and no call is under way: a method of the program's own uses it,
+/// or a penalty in the loss. What may be a look at slices as well (one number for a log, a view, beside slices of before) is one of a forward that has begun.
+/// The answer follows from the operator and the step, not from how much of the parameter this rank has.
+bool OperatorTrigger::begins_between_calls(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const {
+  if (std::ranges::none_of(seen_, [](const Seen& seen) { return seen.tensor.requires_grad(); })) return false;
+  if (use == OperatorUse::Alone && !makes_views(schema)) return true;
+  if (!step_.is_open()) return false;
+  return use != OperatorUse::Alike || takes_parameters_alone(arguments) || means_whole_on_one_rank(schema);
+}
+
+/// And nothing else: an optimizer takes a parameter beside its gradient or its state, not beside another one.
+bool OperatorTrigger::takes_parameters_alone(Arguments arguments) const {
+  size_t tensors = 0;
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensorList()) return false;
+    tensors += argument.isTensor() && argument.toTensor().defined() ? 1 : 0;
+  }
+  return tensors == seen_.size();
 }
 
 /// Where nothing but operators shows what runs. Optimizers, and whoever prints or copies, work on slices: beside other slices and without gradients.
@@ -150,7 +172,8 @@ bool OperatorTrigger::begins_forward(const c10::FunctionSchema& schema, Argument
   if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
   if (step_.running()) return true;
   if (at::GradMode::is_enabled()) {
-    if (use == OperatorUse::Look && !units_.any_held()) refuse_unclear(schema);  // a frozen model's forward runs without a step
+    const bool under_way = units_.any_held() || step_.is_open();  // a frozen model's forward runs without a step
+    if (use == OperatorUse::Look && !under_way) refuse_unclear(schema);
     return true;
   }
   const bool forward = evaluating_ || !module_.is_training();  // as far as anybody knows
@@ -161,18 +184,9 @@ bool OperatorTrigger::begins_forward(const c10::FunctionSchema& schema, Argument
     case OperatorUse::Clone:
       refuse_unclear(schema);
     case OperatorUse::Alike: {
-      // An optimizer takes a parameter beside its gradient or its state, not beside another one.
-      size_t tensors = 0;
-      for (const c10::IValue& argument : arguments) {
-        if (argument.isTensor()) tensors += argument.toTensor().defined() ? 1 : 0;
-        if (argument.isTensorList()) tensors += argument.toListRef().size();
-      }
-      const bool several = tensors == seen_.size() && std::ranges::none_of(arguments, [](const c10::IValue& argument) { return argument.isTensorList(); });
+      const bool several = takes_parameters_alone(arguments);
       if (several && !forward) refuse_unclear(schema);
-      if (several || !forward_in_evaluation(schema, arguments)) return several;
-      // One rank has all rows and cannot tell a slice from the whole: there it is a forward, and nothing else may be meant anywhere.
-      if (!has_all_rows(seen_.front().place)) refuse_unclear(schema);
-      return true;
+      return several || forward_in_evaluation(schema, arguments);
     }
     case OperatorUse::Unlike:
       return agrees_on_whole(schema, arguments, !module_.is_training());
@@ -185,14 +199,25 @@ bool OperatorTrigger::begins_forward(const c10::FunctionSchema& schema, Argument
 /// Whether, where the parameter lies on one rank as a whole, an operator that takes it beside what has its slice's shape is one of an evaluation: an optimizer
 /// takes it beside its gradient, a moving average is written.
 bool OperatorTrigger::forward_in_evaluation(const c10::FunctionSchema& schema, Arguments arguments) const {
-  if (module_.is_training() || seen_.size() != 1 || !is_on_one_rank(seen_.front().place) || writes(schema)) return false;
-  return std::ranges::none_of(arguments, [this](const c10::IValue& argument) { return is_gradient(argument); });
+  if (module_.is_training() || writes(schema)) return false;
+  return std::ranges::none_of(arguments, [this](const c10::IValue& argument) { return is_gradient(argument); }) && means_whole_on_one_rank(schema);
+}
+
+/// An operator takes the parameter beside what has its slice's shape, where a forward may be. A rank that has all rows cannot tell a slice from the whole:
+/// there it is a forward, and nothing else may be meant anywhere.
+bool OperatorTrigger::means_whole_on_one_rank(const c10::FunctionSchema& schema) const {
+  if (seen_.size() != 1 || !is_on_one_rank(seen_.front().place)) return false;
+  if (!has_all_rows(seen_.front().place)) refuse_unclear(schema);
+  return true;
 }
 
 const std::string& OperatorTrigger::name_of(const UnitPlace& place) const { return units_.flats(place.unit)[place.flat].parameters()[place.index].name; }
 
 void OperatorTrigger::refuse_unclear(const c10::FunctionSchema& schema) const {
   const std::string& name = name_of(seen_.front().place);
+  require(schema.name() != "aten::clone", "fully_shard: aten::clone was given '", name,
+          "', of which this rank has a slice, where no forward runs. A copy of the model (model->clone()) is made before fully_shard, or after "
+          "unshard(model), which brings the slices together; a copy of this rank's slice is detach().clone()");
   throw ConfigError(
       detail::concat("fully_shard: ", schema.name(), " was given '", name,
                      "', of which this rank has a slice, where nothing tells a forward from an optimizer, a copy or a line for a log. For the slice take its "
@@ -387,8 +412,8 @@ std::optional<UnitPlace> OperatorTrigger::whole_parameter(const at::Tensor& tens
 }
 
 /// Whether an operator whose parameters show their whole shapes means slices: it writes one, or takes one, as no forward does, beside what has the shape of its
-/// slice. A rank that has all rows of a parameter cannot tell by shapes: an optimizer takes it beside its gradient, what follows it is written. And it makes
-/// zeros like a parameter that has a gradient: the state that an optimizer begins with.
+/// slice, or puts another tensor in its place. A rank that has all rows of a parameter cannot tell by shapes: an optimizer takes it beside its gradient, what
+/// follows it is written. And it makes zeros like a parameter that has a gradient: the state that an optimizer begins with.
 bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments arguments) const {
   std::vector<at::Tensor> others;
   std::vector<UnitPlace> parameters;
@@ -397,7 +422,7 @@ bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments 
     if (!tensor.defined()) return;
     const auto place = whole_parameter(tensor);
     if (!place) return others.push_back(tensor);
-    written = written || writes(schema, argument);
+    written = written || writes(schema, argument) || (argument == 0 && replaces(schema.name()));
     parameters.push_back(*place);
   };
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -507,7 +532,10 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     begin_forward(stack, first);
   } else if (!seen_.empty() || !touched_.empty()) {
     refuse_other_rows(schema, arguments);
-    if (writes(schema)) refuse_whole_gradients(arguments);
+    if (writes(schema)) {
+      refuse_whole_gradients(arguments);
+      step_.close();
+    }
     // A rank that has all rows of a parameter cannot tell whether it was read as a slice: so no rank lets go for that.
     const bool alike = use == OperatorUse::Alike && std::ranges::all_of(seen_, [this](const Seen& seen) { return is_on_one_rank(seen.place); });
     if (!step_.running() && !in_call() && !alike) {  // what is held is stale, if the slice is written

@@ -63,7 +63,10 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void scan(Arguments arguments);
   bool wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
   bool begins_forward(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
+  bool begins_between_calls(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
+  bool takes_parameters_alone(Arguments arguments) const;
   bool forward_in_evaluation(const c10::FunctionSchema& schema, Arguments arguments) const;
+  bool means_whole_on_one_rank(const c10::FunctionSchema& schema) const;
   bool has_all_rows(const UnitPlace& place) const;
   bool is_on_one_rank(const UnitPlace& place) const;
   bool looks_alike_elsewhere(Arguments arguments) const;

@@ -1,5 +1,6 @@
 #include "tessera/fsdp/operator_use.h"
 
+#include <algorithm>
 #include <optional>
 #include <unordered_set>
 
@@ -163,7 +164,8 @@ void collect(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
 
 bool draws_in_place(const std::string& name) { return draws().contains(name); }
 bool needs_one_dtype(const std::string& name) { return products().contains(name); }
-bool is_layer(const std::string& name) { return products().contains(name) || layers().contains(name); }
+/// Kernels of ours are layers' and losses'; our optimizers call theirs past the dispatcher.
+bool is_layer(const std::string& name) { return products().contains(name) || layers().contains(name) || name.starts_with("tessera::"); }
 bool is_forward(const std::string& name) { return is_layer(name) || others().contains(name); }
 
 bool writes(const c10::FunctionSchema& schema, size_t argument) {
@@ -176,6 +178,15 @@ bool writes(const c10::FunctionSchema& schema) {
     if (writes(schema, i)) return true;
   }
   return false;
+}
+
+bool replaces(const std::string& name) { return name == "aten::set_data" || name == "aten::_has_compatible_shallow_copy_type"; }
+
+bool makes_views(const c10::FunctionSchema& schema) {
+  return std::ranges::any_of(schema.arguments(), [](const c10::Argument& argument) {
+    const c10::AliasInfo* const alias = argument.alias_info();
+    return alias != nullptr && !alias->isWrite();
+  });
 }
 
 OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t argument, const at::Tensor& parameter) {

@@ -22,7 +22,7 @@ enum class OperatorUse {
 /// `argument`: the position of `parameter`, which shows its slice, among the operator's arguments, or of the list that it is in.
 OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t argument, const at::Tensor& parameter);
 
-/// Whether nothing but the forward of a layer calls it (products, convolutions, norms over features, look-ups).
+/// Whether nothing but the forward of a layer calls it (products, convolutions, norms over features, look-ups, all kernels of ours).
 bool is_layer(const std::string& name);
 
 /// Whether nothing but a forward does: layers, and what makes views of parameters or reads rows of them.
@@ -31,6 +31,12 @@ bool is_forward(const std::string& name);
 /// Whether the operator writes its argument `argument`, or any.
 bool writes(const c10::FunctionSchema& schema, size_t argument);
 bool writes(const c10::FunctionSchema& schema);
+
+/// Whether the operator puts other memory in the place of its first argument's (set_data, of which nothing but libtorch's check of the two is seen).
+bool replaces(const std::string& name);
+
+/// Whether what it makes is a view of an argument, or may be.
+bool makes_views(const c10::FunctionSchema& schema);
 
 /// Whether the operator fills its first argument with random numbers.
 bool draws_in_place(const std::string& name);

@@ -135,6 +135,7 @@ void ShardedStep::begin(Drive drive) {
   final_.assign(units_.size(), false);
   drive_ = drive;
   running_ = engine_last_ = last_ = complete_ = true;
+  close();
   last_done_ = in_weights_ = foretold_ = stays_ = false;
   awaited_weights_ = 0;
   alive_forwards_.clear();
@@ -212,6 +213,7 @@ void ShardedStep::pause(bool stays) {
   units_.settle();
   for (size_t unit = 0; stays && unit < units_.size(); ++unit) units_.keep(unit);
   end_step(stays);
+  open_ = true;
 }
 
 void ShardedStep::resume() {
@@ -445,7 +447,11 @@ void ShardedStep::end_pass(bool stays) {
 void ShardedStep::complete_pass() {
   const nn::Unwatched quietly;
   const at::NoGradGuard no_grad;
-  if (!accumulates_) return leave();
+  if (!accumulates_) {
+    leave();
+    open_ = true;
+    return;
+  }
   if (!reduce_each_ && !last_) {
     hold();
     return leave();

@@ -81,6 +81,10 @@ class ShardedStep {
   void pause(bool stays);
   /// It goes on.
   void resume();
+  /// Whether a loop's forward has recorded gradients and goes on, as far as anybody knows, though parameters are slices for now: its calls have ended, or a
+  /// pass for other gradients (torch::autograd::grad), and neither its backward has come nor has anybody written a slice.
+  bool is_open() const { return open_; }
+  void close() { open_ = false; }
   /// Another forward of a loop begins before the backward of the one before has come.
   void restart_order();
   /// The step is no more: what is written to slices from here on will be gathered anew, by a forward or a backward. Parameters are slices.
@@ -154,7 +158,7 @@ class ShardedStep {
   std::vector<nn::GradientDispatcher*> dispatchers_;  ///< theirs, where they can have gradients; live as long as the tensors
   UsedParameters used_;
 
-  bool running_ = false, in_backward_ = false;
+  bool running_ = false, in_backward_ = false, open_ = false;
   Drive drive_ = Drive::Loop;
   bool engine_last_ = true;                ///< what an engine said of the pass that comes
   bool last_ = true;                       ///< the pass at hand completes its step

@@ -20,6 +20,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/nn/embedding.h"
+#include "tessera/nn/head.h"
 #include "tessera/nn/norm.h"
 
 namespace tessera {
@@ -116,6 +117,28 @@ TEST_P(Foreign, RecurrentLanguageModel) {
   const at::Tensor ids = at::arange(kRows * 5).remainder(11).view({kRows, 5});
   const auto loss = [](Recurrent& model, const at::Tensor& x) { return at::cross_entropy_loss(model.forward(x).flatten(0, 1), x.flatten()); };
   for (const std::string wrap : {"", "*"}) expect_as_alone(GetParam(), {.wrap = wrap}, [] { return std::make_shared<Recurrent>(); }, loss, ids);
+}
+
+/// The head of ours with its fused loss, whose weight one rank may hold whole, behind libtorch's layers.
+struct WithFusedLoss : torch::nn::Module {
+  WithFusedLoss() {
+    register_module("embedding", embedding);
+    register_module("gru", gru);
+    register_module("head", head);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& ids) { return head(std::get<0>(gru->forward(embedding->forward(ids))), ids) / ids.numel(); }
+  torch::nn::Embedding embedding{11, 6};
+  torch::nn::GRU gru{torch::nn::GRUOptions(6, 6).batch_first(true)};
+  nn::LanguageModelHead head{6, 11};
+};
+
+TEST_P(Foreign, AFusedLossBehindPlainLayers) {
+  const at::Tensor ids = at::arange(kRows * 5).remainder(11).view({kRows, 5});
+  const auto loss = [](WithFusedLoss& model, const at::Tensor& x) { return model.forward(x); };
+  for (const std::string wrap : {"", "*"}) {
+    expect_as_alone(GetParam(), {.wrap = wrap}, [] { return std::make_shared<WithFusedLoss>(); }, loss, ids);
+  }
 }
 
 /// libtorch's encoder, whose attention checks its weights, with a table that is read by a slice and a parameter that comes first, alone.
@@ -290,6 +313,54 @@ struct Normalized : torch::nn::Module {
   torch::nn::BatchNorm1d norm;
   torch::nn::Linear last;
 };
+
+/// A network of derivatives by its input, whose learned coefficient is first met behind torch::autograd::grad, by an operator that a log could be.
+struct Physics : torch::nn::Module {
+  Physics() {
+    coefficient = register_parameter("coefficient", at::empty({}));
+    register_module("net", net);
+    fill_parameters(*this);
+  }
+  at::Tensor loss(const at::Tensor& data) {
+    const at::Tensor x = data.detach().clone().requires_grad_();
+    const at::Tensor u = net->forward(x), slope = torch::autograd::grad({u.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+    return (slope * coefficient.sum() + u).square().mean() + net->forward(data).square().mean();
+  }
+  torch::nn::Sequential net{torch::nn::Linear(2, 9), torch::nn::Tanh(), torch::nn::Linear(9, 1)};
+  at::Tensor coefficient;
+};
+
+TEST_P(Foreign, DerivativesByTheInputBeforeANumberIsMadeOfAParameter) {
+  const int ranks = GetParam();
+  const at::Tensor points = random_tensor({kRows, 2}, "points");
+  const auto train = [](Physics& model, const at::Tensor& mine) {
+    torch::optim::SGD optimizer(model.parameters(), 0.05);
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      model.loss(mine).backward();
+      optimizer.step();
+    }
+  };
+  Physics whole;
+  train(whole, points);
+  for (const std::string wrap : {"", "net"}) {
+    run_ranks(ranks, [&](World& world) {
+      Physics model;
+      auto sharded = fully_shard(model, world.group(), {.wrap = wrap, .average = true});
+      train(model, rows_of(points, ranks, world.rank()));
+      EXPECT_LT(slice_difference(model, named_values(whole), /*values=*/true), 10 * parity);
+      if (ranks == 1) return;
+      // A number of a slice that has been written since is a line for the log again.
+      const at::Tensor x = points.clone().requires_grad_();
+      torch::autograd::grad({model.net->forward(x).sum()}, {x});
+      {
+        const at::NoGradGuard no_grad;
+        model.coefficient.mul_(0.5);
+      }
+      EXPECT_THAT(refusal([&] { model.coefficient.sum(); }), HasSubstr("'coefficient'"));
+    });
+  }
+}
 
 TEST(FullyShard, BuffersAreThoseOfRankZero) {
   const at::Tensor x = random_tensor({kRows, 5}, "x");

@@ -479,6 +479,7 @@ TEST(FullyShardLoop, ALineForTheLogOnOneRankStartsNothing) {
                 line << net.middle->weight.detach() << net.middle->weight.detach().norm();
                 const at::NoGradGuard no_grad;
                 EXPECT_THAT(refusal([&] { net.middle->weight.norm(); }), HasSubstr("detach()"));
+                EXPECT_THAT(refusal([&] { net.middle->clone(); }), AllOf(HasSubstr("'middle.weight'"), HasSubstr("unshard(model)")));
               }
               backward(net, mine);
               optimizer.step();
@@ -535,6 +536,58 @@ TEST(FullyShardLoop, AForwardThatALineForTheLogBeganIsOverWhenAnOptimizerSteps) 
                   const auto own = make(net.parameters());
                   const std::vector<double> lines = loop(net, *own);
                   for (size_t i = 0; i < lines.size(); ++i) EXPECT_NEAR(lines[i], expected[i], 1e-5);
+                  EXPECT_LT(slice_difference(net, named_values(whole), /*values=*/true), 10 * parity);
+                },
+                {.timeout = std::chrono::seconds(20)});
+    }
+  }
+}
+
+/// Derivatives by the input, and a learned scale of which one rank has all and the others nothing.
+struct ScaledNet : torch::nn::Module {
+  ScaledNet() {
+    scale = register_parameter("scale", at::empty({}));
+    register_module("net", net);
+    fill_parameters(*this);
+  }
+  at::Tensor loss(const at::Tensor& data) {
+    const at::AutoGradMode recorded(true);
+    const at::Tensor x = data.detach().clone().requires_grad_(), out = net->forward(x);
+    const at::Tensor slope = torch::autograd::grad({out.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+    return (slope * scale + out).square().mean();
+  }
+  torch::nn::Sequential net{torch::nn::Linear(2, 10), torch::nn::Tanh(), torch::nn::Linear(10, 1)};
+  at::Tensor scale;
+};
+
+/// Other weights for a forward that records gradients, though nothing around it does, and then the trained ones back.
+TEST(FullyShardLoop, WeightsArePutBackBehindAForwardThatRecordedGradients) {
+  const at::Tensor x = random_tensor({6, 2}, "x");
+  const auto loop = [](ScaledNet& net, const at::Tensor& mine) {
+    torch::optim::SGD optimizer(net.parameters(), 0.05);
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      net.loss(mine).backward();
+      optimizer.step();
+      const at::NoGradGuard no_grad;
+      std::vector<at::Tensor> kept;
+      for (const at::Tensor& parameter : net.parameters()) {
+        kept.push_back(parameter.data());
+        parameter.set_data(parameter.detach() * 0.5);
+      }
+      net.loss(mine);
+      for (size_t i = 0; i < kept.size(); ++i) net.parameters()[i].set_data(kept[i]);
+    }
+  };
+  ScaledNet whole;
+  loop(whole, x);
+  for (const int ranks : {2, 3}) {
+    for (const std::string wrap : {"", "net"}) {
+      run_ranks(ranks,
+                [&](World& world) {
+                  ScaledNet net;
+                  auto sharded = fully_shard(net, world.group(), {.wrap = wrap, .average = true});
+                  loop(net, x.narrow(0, 6 / ranks * world.rank(), 6 / ranks));
                   EXPECT_LT(slice_difference(net, named_values(whole), /*values=*/true), 10 * parity);
                 },
                 {.timeout = std::chrono::seconds(20)});

@@ -97,6 +97,61 @@ TEST(FullyShard, OutputsThatAreWrittenOrNested) {
   }
 }
 
+/// The root is used by a method of its own: its parameters, and penalties on a layer's weight, are seen by no call.
+struct MethodImpl : nn::Module {
+  MethodImpl() : layer(4, 4) {
+    temperature = register_parameter("temperature", at::empty({}));
+    gain = register_parameter("gain", at::empty({4}));
+    floor = register_parameter("floor", at::empty({}));
+    register_module("layer", layer);
+    fill_parameters(*this);
+  }
+  at::Tensor loss(const at::Tensor& x) {
+    const at::Tensor factor = temperature.exp();  // before any call
+    at::Tensor h = layer(x) * factor;
+    const at::Tensor penalty = layer->weight.square().sum();
+    h = h + layer(x);
+    const at::Tensor row = gain.view({1, 4});
+    const at::Tensor rest = (h * row).square().mean() + 0.1 * penalty;
+    const at::Tensor outer = layer(h).mean();
+    return outer * floor + rest;
+  }
+  nn::Linear layer;
+  at::Tensor temperature, gain, floor;
+};
+TESSERA_MODULE(Method);
+
+TEST(FullyShard, AMethodOfTheRootsOwnUsesItsParameters) {
+  const at::Tensor x = random_tensor({6, 4}, "x");
+  const auto train = [](Method& net, const at::Tensor& mine) {
+    torch::optim::SGD optimizer(net->parameters(), 0.05);
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      net->loss(mine).backward();
+      optimizer.step();
+    }
+  };
+  Method whole;
+  train(whole, x);
+  const Gradients expected = named_values(*whole);
+  const double loss = whole->loss(x).item<double>();
+  for (const int ranks : {1, 2, 3}) {
+    for (const std::string wrap : {"", "layer"}) {
+      run_ranks(ranks,
+                [&](World& world) {
+                  Method net;
+                  auto sharded = fully_shard(net, world.group(), {.wrap = wrap, .average = true});
+                  train(net, x.narrow(0, 6 / ranks * world.rank(), 6 / ranks));
+                  EXPECT_LT(slice_difference(*net, expected, /*values=*/true), 10 * parity) << ranks << wrap;
+                  const at::NoGradGuard no_grad;
+                  net->eval();
+                  EXPECT_NEAR(net->loss(x).item<double>(), loss, 1e-5);
+                },
+                {.timeout = std::chrono::seconds(20)});
+    }
+  }
+}
+
 /// Parameters of the root, a block that is called by ->forward, a weight that another module reads.
 struct BypassedImpl : nn::Module {
   BypassedImpl() : inner(6, 6), last(6, 6) {
