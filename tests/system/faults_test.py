@@ -87,7 +87,7 @@ class Faults(SystemTest):
         self.assertTrue(0 < first < len(same) - 1, f"from step {first + 1}")
 
     def test_a_fault_that_never_happens_is_said(self):
-        done = run("train", self.recipe, "--nproc", 2, "--set", f"log.dir={self.folder / 'calm'}", "--set", "run.steps=1", "--inject",
+        done = run("train", self.recipe, "--nproc", 2, "--set", f"log.dir={self.folder / 'calm'}", "--set", "run.steps=4", "--inject",
                    "rank=1,op=send,do=kill")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("rank=1,op=send,count=1,do=kill never happened: rank 1 made 0 such calls", done.stderr)
