@@ -78,7 +78,7 @@ class MemoryTest(SystemTest):
         done = subprocess.run([TESSERA, "train", self.recipe, f"--memory-report={picture}", "--set", f"log.dir={log}", "--set", "run.steps=3"], env=environment(),
                               timeout=120, capture_output=True, text=True, preexec_fn=small_files)
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn(f"--memory-report: picture {picture}: cannot be written: File too large; make room there, or name a file on another disk; training goes on "
+        self.assertIn(f"--memory-report: picture {picture}: cannot be written: File too large (ulimit -f); make room there, or name a file on another disk; training goes on "
                       "without it", done.stderr)
         self.assertNotIn("picture: ", done.stdout)
         self.assertIn("the largest tensors alive at the peak", done.stdout, "the text is there")

@@ -68,8 +68,9 @@ tessera_sim_suite(expert_parallel LEFT_OUT ExchangePicture.*                # re
                   ExpertParallel.ComputesEachRanksRowsByThemselves)       # the same bits, of MKL, whose operands are aligned on a CPU alone
 tessera_sim_suite(fsdp LEFT_OUT
   FullyShard/OffloadOver.IsBitForBit/2         # five ranks: the longest, and in the order of three
-  *Foreign.RecurrentLanguageModel*             # CUDA's own kernels of recurrent networks
-  *Foreign.AFrozenModelPassesGradientsOn* *Foreign.AGradientPenalty* FullyShardLoop.WeightsAreLoadedAfterWrapping  # gradients of another rank's tensors
+  *Foreign.RecurrentLanguageModel* *Foreign.AFusedLossBehindPlainLayers*  # CUDA's own kernels of recurrent networks
+  *Foreign.AFrozenModelPassesGradientsOn* *Foreign.AGradientPenalty* *Foreign.DerivativesByTheInput* FullyShardLoop.WeightsAreLoadedAfterWrapping
+  FullyShardLoop.WeightsArePutBackBehindAForwardThatRecordedGradients  # all of these: gradients of another rank's tensors
   FullyShard.Offload*TheUnitsInUse FullyShard.OffloadCopiesASlicePerGatherAndPerReduction FullyShard.OffloadCastsOnceAStep  # bytes of a CPU that is its own host
   FullyShard.MemoryIsOneShareOfEverythingAndTheUnitsInUse FullyShard.ThePlainLoopKeepsUnitsFromForwardToBackward
   FullyShard.GradientsAreComputedWhereTheyAreReduced  # on CUDA autograd adds up gradients itself
