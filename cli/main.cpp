@@ -50,9 +50,8 @@ void finish_output() {
 // Nobody here calls exit(): a library does that meets what it cannot go on from. libgomp is one, where it cannot start its threads.
 void say_that_a_library_ends_us(int exit_code, void*) {
   if (exit_code == 0) return;
-  const std::string reason = "a library ended this process, and says why above; where it could not create a thread: " +
-                             tessera::reason_of(std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again))) +
-                             ", such as by run.threads = 1";
+  const auto reason = tessera::detail::concat("a library ended this process, and says why above; where it could not create a thread: ", tessera::kNoMoreThreads,
+                                              ", such as by run.threads = 1");
   if (!tessera::launch::report_failure(tessera::launch::Failure::Other, reason)) std::fprintf(stderr, "tessera: %s\n", reason.c_str());
 }
 

@@ -67,7 +67,7 @@ int64_t read_sliding_window(const HuggingFaceConfig& config, int64_t absent) {
   const auto layers = config.find<std::vector<std::string>>("layer_types");
   const bool alike = !layers || window == 0 || std::ranges::all_of(*layers, [](const std::string& layer) { return layer == "sliding_attention"; });
   require(alike, config.file().string(), ": layer_types with layers that see all positions beside sliding_window = ", window,
-          " is not supported: ", "here all layers of a model have one window; for layers that all see the whole sequence, set sliding_window to null");
+          " is not supported: here all layers of a model have one window; for layers that all see the whole sequence, set sliding_window to null");
   return window;
 }
 

@@ -5,9 +5,7 @@
 namespace tessera {
 
 std::string reason_of(const std::system_error& error) {
-  if (error.code() != std::errc::resource_unavailable_try_again) return error.what();
-  return "no more threads or processes can be started, for a limit on them is reached; raise it (ulimit -u, or the pids limit of the container), or start "
-         "fewer ranks and threads";
+  return error.code() != std::errc::resource_unavailable_try_again ? error.what() : std::string(kNoMoreThreads);
 }
 
 std::string reason_of_writing(int code) {

@@ -1,11 +1,17 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <system_error>
 
 namespace tessera {
 
-/// What a system_error says, in one sentence. Where no thread or process could be started, with what limits them and the way out: whoever starts one, in our
+/// Where a limit on threads and processes is reached, and the way out.
+inline constexpr std::string_view kNoMoreThreads =
+    "no more threads or processes can be started, for a limit on them is reached; raise it (ulimit -u, or the pids limit of the container), or start fewer "
+    "ranks and threads";
+
+/// What a system_error says, in one sentence. Where no thread or process could be started, that one: whoever starts one, in our
 /// code or in a library's, throws no more than "Resource temporarily unavailable".
 std::string reason_of(const std::system_error& error);
 

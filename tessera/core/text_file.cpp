@@ -44,8 +44,4 @@ std::string read_text_file(const std::string& what, const std::string& path) {
   return text;
 }
 
-void require_read_to_end(const std::istream& in, const std::string& what, const std::string& way_out) {
-  require(!in.bad(), what, ": cannot be read to its end: ", std::strerror(errno), "; ", way_out);
-}
-
 }  // namespace tessera

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <istream>
 #include <string>
 #include <string_view>
 
@@ -13,9 +12,5 @@ void write_text_file(const std::string& what, const std::string& path, std::stri
 /// Reads a file to its end. Throws ConfigError, which begins with `what` ("--layouts = a.jsonl"), with the system's reason where that fails: a stream of the
 /// standard library would take an error for the end of the file, or throw a sentence that names neither.
 std::string read_text_file(const std::string& what, const std::string& path);
-
-/// Throws ConfigError, which begins with `what`, where reading `in` ended at an error and not at the end: to a loop over its lines both look alike, and what it
-/// read is not all there is. Call it right behind the loop: the reason is in errno.
-void require_read_to_end(const std::istream& in, const std::string& what, const std::string& way_out);
 
 }  // namespace tessera

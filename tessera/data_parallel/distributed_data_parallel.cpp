@@ -15,7 +15,6 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/bucketed_step.h"
 #include "tessera/nn/flat_gradients.h"
-#include "tessera/nn/sharing.h"
 
 // In which order gradients come nobody knows before the first backward pass: the reverse of registration is a guess, and what rank 0 then sees is made
 // everyone's by one broadcast, since any order will do as long as it is the same one. Buckets keep their memory from step to step, but a program may hold on to
@@ -155,7 +154,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
       if (!trained_[i] || prepared_[i]) continue;
       prepared_[i] = true;
       added.push_back(parameters_[i]);
-      dtypes.push_back(spec_of(i).dtype);
+      dtypes.push_back(spec(i).dtype);
     }
     if (!added.empty()) options_.hook->prepare(added, dtypes, group_);
     const auto count = std::ranges::count(trained_, true);
@@ -169,7 +168,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   void take_given_plan() {
     std::vector<GradientSpec> specs;
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (trained_[i]) specs.push_back(spec_of(i));
+      if (trained_[i]) specs.push_back(spec(i));
     }
     check_bucket_layout(*options_.plan, specs, "given");
     plan_ = *options_.plan;
@@ -181,10 +180,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     put_first(order);
   }
 
-  GradientSpec spec_of(size_t i) const {
-    const at::Tensor& tensor = parameters_[i].tensor;
-    return {parameters_[i].name, tensor.numel(), summed_dtype(tensor, options_.reduce_dtype), nn::flat_key(tensor)};
-  }
+  GradientSpec spec(size_t i) const { return spec_of(parameters_[i], summed_dtype(parameters_[i].tensor, options_.reduce_dtype)); }
 
   /// `first`, then the others as they were.
   void put_first(std::vector<int64_t> first) {
@@ -202,7 +198,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     for (const int64_t index : order_) {
       if (!trained_[index]) continue;
       order.push_back(static_cast<int64_t>(specs.size()));
-      specs.push_back(spec_of(index));
+      specs.push_back(spec(index));
     }
     plan_ = make_bucket_layout(specs, order, options_.sizes, observed);
     stale_ = true;

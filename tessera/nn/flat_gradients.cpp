@@ -11,6 +11,7 @@
 #include "tessera/core/hash.h"
 #include "tessera/core/log.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/sharing.h"
 
 // A gradient that lies in its bucket is not copied before the collective nor after it. It must not be a view in autograd's eyes, which refuses to detach views
 // in place as zero_grad does: it is a tensor of its own on the bucket's storage. A program may replace it at any time, so nothing is assumed: each use looks
@@ -105,6 +106,10 @@ void require_summable(const nn::NamedParameter& parameter) {
 
 at::ScalarType summed_dtype(const at::Tensor& parameter, std::optional<at::ScalarType> dtype) {
   return parameter.is_complex() ? parameter.scalar_type() : dtype.value_or(parameter.scalar_type());
+}
+
+GradientSpec spec_of(const nn::NamedParameter& parameter, at::ScalarType dtype) {
+  return {parameter.name, parameter.tensor.numel(), dtype, nn::flat_key(parameter.tensor)};
 }
 
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view) { parameter.mutable_grad() = view; }

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/comm/group.h"
+#include "tessera/nn/bucket_layout.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
 
@@ -41,6 +42,9 @@ void require_summable(const nn::NamedParameter& parameter);
 
 /// In which type the parameter's gradient is summed, where `dtype` is what options say: complex ones stay as they are.
 at::ScalarType summed_dtype(const at::Tensor& parameter, std::optional<at::ScalarType> dtype);
+
+/// What a plan of flat buffers sees of the parameter's gradient, in `dtype`.
+GradientSpec spec_of(const nn::NamedParameter& parameter, at::ScalarType dtype);
 
 /// Makes `view` the parameter's gradient. Its dtype may differ from the parameter's.
 void set_gradient(const at::Tensor& parameter, const at::Tensor& view);

@@ -270,8 +270,7 @@ Recipes find_values(torch::nn::Module& root, uint64_t seed) {
   }
   require(missing.empty(), "materialize: nothing says how to initialize ", missing,
           "; fill it in its constructor or in the init of on_meta (where it was cast or moved since then, do that in the function that on_meta is given), or "
-          "give it a rule with "
-          "tessera::nn::set_init");
+          "give it a rule with tessera::nn::set_init");
   recipes.check();
   return recipes;
 }

@@ -12,9 +12,9 @@
 #include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/replicas.h"
-#include "tessera/nn/sharing.h"
 #include "tessera/train/part_synchronizers.h"
 #include "tessera/train/places.h"
 #include "tessera/train/progress.h"
@@ -199,8 +199,8 @@ std::vector<std::optional<BucketLayout>> saved_plans(const ResumePoint& resume, 
   const std::vector<torch::nn::Module*> roots = roots_of(run);
   for (size_t part = 0; part < roots.size(); ++part) {
     std::vector<GradientSpec> gradients;
-    for (const auto& [name, tensor, aliases] : nn::unique_parameters(*roots[part])) {
-      gradients.push_back({name, tensor.numel(), options.reduce_dtype.value_or(tensor.scalar_type()), nn::flat_key(tensor)});
+    for (const auto& parameter : nn::unique_parameters(*roots[part])) {
+      gradients.push_back(spec_of(parameter, options.reduce_dtype.value_or(parameter.tensor.scalar_type())));
     }
     const PlanLayout layout{.data_ranks = data.size(),
                             .stages = static_cast<int>(run.rank_of_stage.size()),

@@ -15,7 +15,6 @@
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/shared_memory.h"
-#include "tessera/nn/sharing.h"
 #include "tessera/zero/flat_buckets.h"
 
 // A bucket is cut into n equal parts, through parameters where it comes so: equal parts need no padding to the largest, and one collective each way. The price
@@ -28,8 +27,7 @@ namespace {
 
 std::vector<GradientSpec> specs_of(const std::vector<nn::NamedParameter>& parameters) {
   std::vector<GradientSpec> specs;
-  for (const auto& parameter : parameters)
-    specs.push_back({parameter.name, parameter.tensor.numel(), parameter.tensor.scalar_type(), nn::flat_key(parameter.tensor)});
+  for (const auto& parameter : parameters) specs.push_back(spec_of(parameter, parameter.tensor.scalar_type()));
   return specs;
 }
 

@@ -13,7 +13,6 @@
 #include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
 #include "tessera/core/system_reason.h"
-#include "tessera/core/text_file.h"
 
 namespace tessera {
 namespace {
@@ -26,12 +25,14 @@ struct Records {
   int64_t unknown = 0;  ///< lines that are no records, but for a last one that was cut
 };
 
+/// How sentences about it begin.
+std::string named(const std::filesystem::path& file) { return detail::concat("log.dir = ", file.parent_path().string(), ": ", file.filename().string()); }
+
 Records read_records(const std::filesystem::path& file, int64_t first_step) {
+  constexpr const char* way_out = "; what it holds would be lost, so choose another log.dir";
   errno = 0;
   std::ifstream in(file);
-  const std::string name = detail::concat("log.dir = ", file.parent_path().string(), ": ", file.filename().string());
-  const std::string way_out = "what it holds would be lost, so choose another log.dir";
-  require(in.is_open() || errno == ENOENT, name, ": cannot be read: ", std::strerror(errno), "; ", way_out);
+  require(in.is_open() || errno == ENOENT, named(file), ": cannot be read: ", std::strerror(errno), way_out);
   Records records;
   for (std::string line; std::getline(in, line);) {
     const Json object = Json::parse(line, nullptr, false);
@@ -41,7 +42,7 @@ Records read_records(const std::filesystem::path& file, int64_t first_step) {
     if (!known && !cut) ++records.unknown;
     if (known && step->get<int64_t>() < first_step) records.kept += line + '\n';
   }
-  require_read_to_end(in, name, way_out);
+  require(!in.bad(), named(file), ": cannot be read to its end: ", std::strerror(errno), way_out);  // to the loop an error is an end
   return records;
 }
 
@@ -50,8 +51,8 @@ void keep_aside(const std::filesystem::path& file, int64_t unknown) {
   const auto aside = name_aside(file, "unreadable");
   std::error_code error;
   std::filesystem::copy_file(file, aside, error);
-  require(!error, "log.dir = ", file.parent_path().string(), ": ", file.filename().string(), " holds ", unknown,
-          " lines that are no records of a run, and a copy ", "of it cannot be kept: ", error.message(), "; move it elsewhere, or choose another log.dir");
+  require(!error, named(file), " holds ", unknown, " lines that are no records of a run, and a copy of it cannot be kept: ", error.message(),
+          "; move it elsewhere, or choose another log.dir");
   log().warn("{}: {} of its lines are no records of a run; as it was it is kept in {}", file.string(), unknown, aside.filename().string());
 }
 
@@ -67,8 +68,8 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, Record
   for (const auto& path : {file, partial}) {
     std::error_code ignored;
     const auto found = std::filesystem::status(path, ignored);  // opening a pipe would wait for whoever is at its other end
-    require(!std::filesystem::exists(found) || std::filesystem::is_regular_file(found), "log.dir = ", file.parent_path().string(), ": ",
-            path.filename().string(), " is not a regular file, and keeps no records; remove it, or choose another log.dir");
+    require(!std::filesystem::exists(found) || std::filesystem::is_regular_file(found), named(path),
+            " is not a regular file, and keeps no records; remove it, or choose another log.dir");
   }
   const auto [kept, unknown] = read_records(file, first_step);
   if (unknown > 0) keep_aside(file, unknown);
@@ -81,8 +82,7 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, Record
     std::filesystem::rename(partial, file, error);
     if (!error && records.open(file)) return;
   }
-  throw ConfigError(detail::concat("log.dir = ", file.parent_path().string(), ": ", file.filename().string(),
-                                   " cannot be written: ", reason_of_writing(error ? error.value() : errno), "; choose another log.dir"));
+  throw ConfigError(detail::concat(named(file), " cannot be written: ", reason_of_writing(error ? error.value() : errno), "; choose another log.dir"));
 }
 
 }  // namespace
