@@ -292,7 +292,7 @@ void FlatParameters::drop_read() {
 
 void FlatParameters::let_go() {
   if (filed_) filed_->let_go();
-  if (filed_gradients_) filed_gradients_->let_go();
+  for (const auto& filed : filed_gradients_) filed->let_go();
 }
 
 at::Tensor FlatParameters::read_slices() {
@@ -497,13 +497,15 @@ void FlatParameters::add_to_slices() {
   } else {
     local_gradients_ = std::exchange(summed_, {});
   }
-  if (file_) filed_gradients_->let_go();
+  if (file_) let_go();
 }
 
-/// The first of a step, in the file.
+/// The first of a reduction, in the file: where nobody holds what lies there, for the gradients that a pass adds to are those of the pass before.
 void FlatParameters::keep_sum() {
-  if (!filed_gradients_) filed_gradients_ = file_->make(layout_.part, summed_.scalar_type());
-  local_gradients_ = filed_gradients_->tensor();
+  const auto is_free = [](const auto& filed) { return filed->tensor().storage().use_count() == 1; };
+  auto place = std::ranges::find_if(filed_gradients_, is_free);
+  if (place == filed_gradients_.end()) place = filed_gradients_.insert(place, file_->make(layout_.part, summed_.scalar_type()));
+  local_gradients_ = (*place)->tensor();
   local_gradients_.copy_(summed_);
   release_scratch(summed_);
 }

@@ -151,9 +151,10 @@ class FlatParameters {
   std::vector<std::vector<int64_t>> slice_sizes_;
   std::string complaint_;
   bool trained_;
-  std::unique_ptr<FiledTensor> filed_, filed_gradients_;  ///< with a file: what slices_ and local_gradients_ are
-  at::Tensor slices_;                                     ///< [part], this rank's rows one behind the other
-  std::vector<at::Storage> slice_storages_;               ///< per parameter, over its part of slices_
+  std::unique_ptr<FiledTensor> filed_;                         ///< with a file: what slices_ is
+  std::vector<std::unique_ptr<FiledTensor>> filed_gradients_;  ///< of which local_gradients_ is one; a second where passes add to what lies in the first
+  at::Tensor slices_;                                          ///< [part], this rank's rows one behind the other
+  std::vector<at::Storage> slice_storages_;                    ///< per parameter, over its part of slices_
   std::vector<at::Tensor> whole_views_;
   at::Tensor whole_;  ///< [size], without memory unless gathered
 

@@ -135,8 +135,20 @@ bool OperatorTrigger::agrees_on_whole(const c10::FunctionSchema& schema, Argumen
                                    "an evaluation say model->eval()"));
 }
 
+/// An evaluation that is under way, as far as anybody knows, until something is written to a slice or recorded for a backward pass.
+bool OperatorTrigger::in_evaluation() const { return evaluating_ && !module_.is_training(); }
+
+/// Whether what is made like a parameter is a part of a forward: libtorch writes `1 - weight` as empty_like(weight).fill_(1).sub_(weight). Between a backward
+/// pass and its update, zeros like what has a gradient are the state that an optimizer begins with.
+bool OperatorTrigger::shapes_forward(const c10::FunctionSchema& schema) const {
+  if (!in_evaluation()) return false;
+  const at::Tensor& parameter = seen_.front().tensor;
+  return schema.name() != "aten::zeros_like" || !parameter.grad().defined() || updated_.contains(parameter.unsafeGetTensorImpl());
+}
+
 /// Where calls trigger, parameters are slices between them, for whoever looks.
 bool OperatorTrigger::wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const {
+  if (use == OperatorUse::Shape) return shapes_forward(schema);
   if (role_ == Role::Trigger) return begins_forward(schema, arguments, use);
   if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
   if (use == OperatorUse::Clone || use == OperatorUse::Cast) return false;
@@ -174,6 +186,7 @@ bool OperatorTrigger::begins_forward(const c10::FunctionSchema& schema, Argument
   if (at::GradMode::is_enabled()) {
     const bool under_way = units_.any_held() || step_.is_open();  // a frozen model's forward runs without a step
     if (use == OperatorUse::Look && !under_way) refuse_unclear(schema);
+    if (use == OperatorUse::Alike && writes(schema)) refuse_made_by_slices(schema);
     return true;
   }
   const bool forward = evaluating_ || !module_.is_training();  // as far as anybody knows
@@ -200,7 +213,10 @@ bool OperatorTrigger::begins_forward(const c10::FunctionSchema& schema, Argument
 /// takes it beside its gradient, a moving average is written.
 bool OperatorTrigger::forward_in_evaluation(const c10::FunctionSchema& schema, Arguments arguments) const {
   if (module_.is_training() || writes(schema)) return false;
-  return std::ranges::none_of(arguments, [this](const c10::IValue& argument) { return is_gradient(argument); }) && means_whole_on_one_rank(schema);
+  if (std::ranges::any_of(arguments, [this](const c10::IValue& argument) { return is_gradient(argument); })) return false;
+  if (means_whole_on_one_rank(schema)) return true;
+  if (in_evaluation() && units_.are_cut()) refuse_made_by_slices(schema);
+  return false;
 }
 
 /// An operator takes the parameter beside what has its slice's shape, where a forward may be. A rank that has all rows cannot tell a slice from the whole:
@@ -222,6 +238,15 @@ void OperatorTrigger::refuse_unclear(const c10::FunctionSchema& schema) const {
       detail::concat("fully_shard: ", schema.name(), " was given '", name,
                      "', of which this rank has a slice, where nothing tells a forward from an optimizer, a copy or a line for a log. For the slice take its "
                      "detach(); in a forward let the first operator be one with the module's input, and before an evaluation say model->eval()"));
+}
+
+/// A forward made a tensor as large as the parameter seemed to it: of a slice.
+void OperatorTrigger::refuse_made_by_slices(const c10::FunctionSchema& schema) const {
+  throw ConfigError(detail::concat(
+      "fully_shard: ", schema.name(), " was given '", name_of(seen_.front().place),
+      "', of which this rank has a slice, beside a tensor of the slice's shape. For a line of a log, or what follows the parameters, take its detach(). In a "
+      "forward the other was made by the slice's sizes(): let the first operator be one with the module's input, and make it like the parameter (ones_like, "
+      "zeros_like), before an evaluation behind model->eval()"));
 }
 
 /// Whether an operator that is no layer takes `handle` beside values of another shape, as a forward does and an optimizer in a loop does not.
@@ -522,7 +547,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
           "fully_shard: an embedding with max_norm writes rows of its weight in forward, which on each rank holds some of them; leave max_norm out");
   const OperatorUse use = use_of(schema, arguments);
   if (backward) {
-    if (met_.empty() && (seen_.empty() || use == OperatorUse::Slice)) return;
+    if (met_.empty() && (seen_.empty() || use == OperatorUse::Slice || use == OperatorUse::Shape)) return;
     step_.begin_backward();
     for (const Seen& seen : seen_) note(seen.place.unit);
     return use_met();
@@ -534,7 +559,13 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     refuse_other_rows(schema, arguments);
     if (writes(schema)) {
       refuse_whole_gradients(arguments);
-      step_.close();
+      bool updates = !touched_.empty();
+      for (const Seen& seen : seen_) {
+        if (!writes(schema, seen.argument)) continue;  // read, maybe on one rank alone
+        updates = true;
+        if (seen.tensor.grad().defined()) updated_.insert(seen.tensor.unsafeGetTensorImpl());
+      }
+      if (updates) step_.close();
     }
     // A rank that has all rows of a parameter cannot tell whether it was read as a slice: so no rank lets go for that.
     const bool alike = use == OperatorUse::Alike && std::ranges::all_of(seen_, [this](const Seen& seen) { return is_on_one_rank(seen.place); });
@@ -542,7 +573,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
       units_.release_all();
       evaluating_ = false;
     }
-    if (step_.running() && !step_.driven() && !in_call() && use == OperatorUse::Slice) step_.leave();
+    if (step_.running() && !step_.driven() && !in_call() && (use == OperatorUse::Slice || use == OperatorUse::Shape)) step_.leave();
   } else if (step_.running() && !step_.driven() && !in_call() && !at::GradMode::is_enabled() && means_slices(schema, arguments)) {
     refuse_whole_values(schema, arguments);
     return leave_forward(stack, first);

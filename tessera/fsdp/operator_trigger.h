@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -61,6 +62,8 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void note(size_t unit);
   OperatorUse use_of(const c10::FunctionSchema& schema, Arguments arguments) const;
   void scan(Arguments arguments);
+  bool in_evaluation() const;
+  bool shapes_forward(const c10::FunctionSchema& schema) const;
   bool wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
   bool begins_forward(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
   bool begins_between_calls(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
@@ -77,6 +80,7 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   bool same_rows(const UnitPlace& a, const UnitPlace& b) const;
   void refuse_other_rows(const c10::FunctionSchema& schema, Arguments arguments) const;
   [[noreturn]] void refuse_unclear(const c10::FunctionSchema& schema) const;
+  [[noreturn]] void refuse_made_by_slices(const c10::FunctionSchema& schema) const;
   bool stretches(Arguments arguments, const at::Tensor& handle) const;
   void refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_whole_gradients(Arguments arguments) const;
@@ -108,6 +112,8 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   std::unordered_map<const c10::StorageImpl*, Storage> storages_;
   int64_t storages_of_ = 0;  ///< ShardedUnits::times_taken_in
   std::unordered_map<const c10::TensorImpl*, UnitPlace> parameters_;
+
+  std::unordered_set<const c10::TensorImpl*> updated_;  ///< parameters that were written while they had a gradient
 
   std::vector<size_t> met_;          ///< units among the arguments of the operator at hand
   std::vector<Seen> seen_;           ///< and parameters that show slices

@@ -23,12 +23,6 @@ const Names& copies() {
                            "aten::cuda",
                            "aten::alias",
                            "aten::contiguous",
-                           "aten::zeros_like",
-                           "aten::ones_like",
-                           "aten::empty_like",
-                           "aten::full_like",
-                           "aten::rand_like",
-                           "aten::randn_like",
                            "aten::equal",
                            "aten::item",
                            "aten::_local_scalar_dense",
@@ -52,6 +46,12 @@ const Names& copies() {
                            "aten::output_nr",
                            "aten::pin_memory",
                            "aten::is_pinned"};
+  return names;
+}
+
+/// Of a parameter's shape, whatever it holds.
+const Names& shapes() {
+  static const Names names{"aten::zeros_like", "aten::ones_like", "aten::empty_like", "aten::full_like", "aten::rand_like", "aten::randn_like"};
   return names;
 }
 
@@ -191,6 +191,7 @@ bool makes_views(const c10::FunctionSchema& schema) {
 
 OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t argument, const at::Tensor& parameter) {
   if (writes(schema, argument) || copies().contains(schema.name())) return OperatorUse::Slice;
+  if (shapes().contains(schema.name())) return OperatorUse::Shape;
   if (is_forward(schema.name())) return OperatorUse::Whole;
   if (schema.name() == "aten::clone") return OperatorUse::Clone;
   if (schema.name() == "aten::to" || schema.name() == "aten::_to_copy") return use_of_cast(schema, arguments, parameter);

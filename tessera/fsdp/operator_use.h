@@ -10,6 +10,7 @@ namespace tessera {
 /// What an operator that is given a parameter wants of it, while the parameter shows this rank's slice.
 enum class OperatorUse {
   Slice,   ///< it writes it, or makes a handle of it: an optimizer, a checkpoint
+  Shape,   ///< it makes another tensor of its shape: state of an optimizer, or in a forward what `1 - weight` begins with
   Whole,   ///< a forward: products, convolutions, norms, look-ups
   Unlike,  ///< it takes others, and not all have the slice's shape: a forward
   Clone,   ///< a copy as it is: a snapshot

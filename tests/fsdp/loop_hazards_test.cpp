@@ -705,6 +705,120 @@ TEST(FullyShardLoop, OneRankThatHasAllRowsIsNotLeftAlone) {
             {.timeout = std::chrono::seconds(20)});
 }
 
+/// A gate for each channel, of a unit of its own: what libtorch makes like a parameter before it looks at the parameter.
+struct Gate : torch::nn::Module {
+  using Use = std::function<at::Tensor(const at::Tensor& h, const at::Tensor& x, const at::Tensor& g)>;
+  Gate(int64_t size, Use use) : in(size, size), use(std::move(use)) {
+    register_module("in", in);
+    g = register_parameter("g", at::empty({size}));
+    fill_parameters(*this);
+    const at::NoGradGuard no_grad;
+    g.abs_().add_(0.5);
+  }
+  at::Tensor forward(const at::Tensor& x) { return use(at::tanh(in(x)), x, g); }
+
+  torch::nn::Linear in;
+  at::Tensor g;
+  Use use;
+};
+
+TEST(FullyShardLoop, WhatIsMadeLikeAParameterIsAsLargeAsTheWhole) {
+  const std::vector<Gate::Use> uses{
+      [](auto& h, auto& x, auto& g) { return h * g + x * (1 - g); },
+      [](auto& h, auto& x, auto& g) { return x / (1 / g) + h; },
+      [](auto& h, auto& x, auto& g) { return h + x * (at::ones_like(g) - g); },
+      [](auto& h, auto& x, auto& g) { return h * at::where(g > 0.7, g, at::zeros_like(g)) + x; },
+      [](auto& h, auto& x, auto& g) { return h * at::softplus(g) + x * at::full_like(g, 0.5); },
+      [](auto& h, auto& x, auto& g) { return h + x * at::zeros_like(g).copy_(g); },
+      [](auto& h, auto& x, auto& g) { return h * (g + at::empty_like(g).fill_(2)) + x; },
+  };
+  for (const int ranks : {1, 2, 3}) {
+    for (const int64_t size : {2, 3, 6}) {
+      for (size_t i = 0; i < uses.size(); ++i) {
+        for (const std::string wrap : {"", "in"}) {
+          SCOPED_TRACE(::testing::Message() << ranks << " ranks, " << size << " channels, use " << i << ", wrap '" << wrap << "'");
+          const auto trained = [&](Gate& net, int rank, int of) {
+            std::vector<at::Tensor> seen;
+            torch::optim::Adam adam(net.parameters(), 0.01);
+            for (int step = 0; step < 3; ++step) {
+              net.train();
+              adam.zero_grad();
+              const at::Tensor x = random_tensor({6, size}, "x" + std::to_string(step));
+              net.forward(x.chunk(of)[rank]).square().sum().backward();
+              if (step != 1) adam.step();
+              {
+                const at::NoGradGuard no_grad;
+                net.eval();
+                seen.push_back(net.forward(x).clone());
+              }
+              if (step == 1) adam.step();  // the evaluation stood between the gradients and their update
+            }
+            return seen;
+          };
+          Gate whole(size, uses[i]);
+          const std::vector<at::Tensor> want = trained(whole, 0, 1);
+          run_ranks(ranks,
+                    [&](World& world) {
+                      Gate net(size, uses[i]);
+                      auto sharded = fully_shard(net, world.group(), {.wrap = wrap});
+                      const std::vector<at::Tensor> got = trained(net, world.rank(), ranks);
+                      for (size_t step = 0; step < want.size(); ++step) {
+                        ASSERT_EQ(got[step].sizes(), want[step].sizes());
+                        EXPECT_LT((got[step] - want[step]).abs().max().item<double>(), 1e-5) << step;
+                      }
+                    },
+                    {.timeout = std::chrono::seconds(20)});
+        }
+      }
+    }
+  }
+}
+
+TEST(FullyShardLoop, AnOptimizersStateIsASlicesBehindAnEvaluationToo) {
+  Gate whole(6, [](auto& h, auto& x, auto& g) { return h * g + x; });
+  const auto trained = [](Gate& net, int rank, int of) {
+    torch::optim::Adam adam(net.parameters(), 0.01);
+    const at::Tensor x = random_tensor({6, 6}, "x");
+    for (int step = 0; step < 2; ++step) {
+      adam.zero_grad();
+      net.forward(x.chunk(of)[rank]).square().sum().backward();
+      net.eval();
+      const at::NoGradGuard no_grad;
+      (void)net.forward(x);
+      adam.step();  // the first makes its state
+    }
+  };
+  trained(whole, 0, 1);
+  const Gradients expected = named_values(whole);
+  run_ranks(2, [&](World& world) {
+    Gate net(6, whole.use);
+    auto sharded = fully_shard(net, world.group(), {.wrap = "in"});
+    trained(net, world.rank(), 2);
+    EXPECT_LT(slice_difference(net, expected, /*values=*/true), 1e-5);
+  });
+}
+
+/// libtorch's sentence would be about two sizes, and of one rank alone.
+TEST(FullyShardLoop, WhatWasMadeByASlicesSizesIsRefusedByName) {
+  const std::vector<Gate::Use> begins{[](auto&, auto& x, auto& g) { return x * (1 - g); },
+                                      [](auto&, auto& x, auto& g) { return x * at::zeros_like(g).add_(g); }};
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      for (const Gate::Use& begin : begins) {
+        Gate net(2, begin);
+        auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+        const at::Tensor x = random_tensor({3, 2}, "x");
+        EXPECT_THAT(refusal([&] { (void)begin(x, x, net.g); }), AllOf(HasSubstr("'g'"), HasSubstr("ones_like")));
+      }
+      Gate net(6, [](auto& h, auto& x, auto& g) { return h + x * (at::ones(g.sizes()) - g); });
+      auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+      net.eval();
+      const at::NoGradGuard no_grad;
+      EXPECT_THAT(refusal([&] { (void)net.forward(random_tensor({3, 6}, "x")); }), AllOf(HasSubstr("'g'"), HasSubstr("ones_like")));
+    });
+  }
+}
+
 /// Two encoders of one shape, one of which follows the other, and a layer more on one side.
 struct Following : torch::nn::Module {
   explicit Following(bool more) {

@@ -6,6 +6,7 @@
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/sgd.h>
 
+#include "memory_file.h"
 #include "support.h"
 #include "tessera/comm/collectives.h"
 
@@ -27,7 +28,9 @@ void expect_same_weights(int ranks, FullyShardOptions options, const Loop& loop,
   const Gradients expected = named_values(*whole);
   run_ranks(ranks, [&](World& world) {
     DeepNet net;
-    auto sharded = fully_shard(net, world.group(), options);
+    FullyShardOptions mine = options;
+    if (mine.offload == Offload::Disk) mine.file = std::make_shared<MemoryFile>();
+    auto sharded = fully_shard(net, world.group(), mine);
     auto own = momentum(*net);
     loop(net, own, [&](int step) { return part_of(whole_batch(samples, step), ranks, world.rank()); }, sharded.get());
     EXPECT_LT(slice_difference(*net, expected, /*values=*/true), bound);
@@ -140,6 +143,31 @@ TEST_P(PlainLoop, ASecondBackwardAdds) {
           }
         };
         expect_same_weights(GetParam(), {.wrap = "block*", .reduce_each_micro_batch = each, .trigger = trigger}, loop);
+      }
+    }
+  }
+}
+
+/// What a pass adds to lies in the file, where the next reduction would be kept.
+TEST_P(PlainLoop, SlicesOnDiskAddUp) {
+  for (const auto trigger : kBoth) {
+    for (const bool held : {true, false}) {
+      for (const bool each : {true, false}) {
+        for (const bool to_none : {true, false}) {
+          const auto loop = [&](DeepNet& net, auto& optimizer, const auto& batch, FullyShardedDataParallel* sharded) {
+            for (int step = 0; step < 3; ++step) {
+              optimizer.zero_grad(to_none);
+              for (int pass = 0; pass < 3; ++pass) {
+                const Attachment hold = held && sharded && pass < 2 ? sharded->no_sync() : Attachment();
+                const Batch mine = batch(3 * step + pass);
+                loss_of(net(mine.x), mine.y, samples).backward();
+              }
+              optimizer.step();
+            }
+          };
+          SCOPED_TRACE(::testing::Message() << "held " << held << ", each " << each << ", to none " << to_none);
+          expect_same_weights(GetParam(), {.wrap = "block*", .reduce_each_micro_batch = each, .trigger = trigger, .offload = Offload::Disk}, loop);
+        }
       }
     }
   }
