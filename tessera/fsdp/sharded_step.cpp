@@ -196,6 +196,7 @@ void ShardedStep::recover() {
     put_back();
     used_.clear();
     units_.clear_sums();
+    adds_within_step_ = false;
   }
   leave();
 }
@@ -458,6 +459,7 @@ void ShardedStep::complete_pass() {
   }
   land();
   leave();
+  adds_within_step_ = !last_;
   if (!last_) return;
   callbacks_.complete();
   // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
@@ -497,7 +499,9 @@ void ShardedStep::land() {
     const bool zeroed = zeroed_[i];
     zeroed_[i] = false;
     const at::Tensor came = trained_[i] && (used[i] || zeroed) && tensor.requires_grad() ? flat_of(places_[i]).local_gradient(places_[i].index) : at::Tensor();
-    if (before.defined() || zeroed) used_.forgive(i);  // a pass that adds may leave a parameter out that an earlier one has used
+    // A pass that adds may leave a parameter out that an earlier one has used. Where it is one of the step's own, that is known; zeros that it left of what it
+    // did not use say nothing.
+    if ((before.defined() && !adds_within_step_) || zeroed) used_.forgive(i);
     if (before.defined() && came.defined()) before.add_(came);
     if (before.defined() || came.defined()) set_gradient(tensor, before.defined() ? before : came);
   }

@@ -169,6 +169,7 @@ class ShardedStep {
   bool foretold_ = false, stays_ = false;  ///< an engine's action: what comes behind it is known; what it has gathered stays
   std::deque<int64_t> alive_forwards_;     ///< of an engine's step: passes whose backward has not ended
   bool accumulates_ = false;               ///< this backward brings gradients of ours, on some rank at least
+  bool adds_within_step_ = false;          ///< a pass before this one was of the same step (no_sync), and is reduced
   bool waits_for_end_ = false;             ///< its reductions do, where ranks may use different parameters
   int64_t pass_ = 0;
   UseOrder order_;

@@ -214,6 +214,38 @@ TEST_P(PlainLoop, APassThatAddsLeavesOutTheSameOnEveryRank) {
   });
 }
 
+/// Also where a pass under no_sync has left it zeros, which the last pass adds to: an optimizer would decay it.
+TEST_P(PlainLoop, WhatNoPassOfAStepUsesIsRefused) {
+  if (GetParam() == 1) return;  // what one rank alone leaves out has no gradient, as without a wrapper
+  for (const auto trigger : kBoth) {
+    for (const bool each : {true, false}) {
+      for (const int skips : {0, 1, 2}) {  // neither, the second, both
+        run_ranks(GetParam(), [&](World& world) {
+          DeepNet net;
+          auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .reduce_each_micro_batch = each, .trigger = trigger});
+          auto optimizer = momentum(*net);
+          const auto step = [&] {
+            optimizer.zero_grad();
+            for (int pass = 0; pass < 2; ++pass) {
+              const Attachment hold = pass == 0 ? sharded->no_sync() : Attachment();
+              net->skipped = skips + pass >= 2 ? &net->blocks[1] : nullptr;
+              const Batch mine = part_of(whole_batch(samples), world.size(), world.rank());
+              loss_of(net(mine.x), mine.y, samples).backward();
+            }
+            optimizer.step();
+          };
+          if (skips == 2) {
+            EXPECT_THAT(refusal(step), HasSubstr("got no gradient in this step: 'block1."));
+          } else {
+            step();
+            step();
+          }
+        });
+      }
+    }
+  }
+}
+
 TEST_P(PlainLoop, WhatWasHeldIsClearedByZeroGrad) {
   for (const auto trigger : kBoth) {
     for (const bool to_none : {true, false}) {
