@@ -174,6 +174,14 @@ class Compressed final : public BucketReduction {
       PowerSgd::Matrix& matrix = *part.matrix;
       const at::Tensor q = q_of(part);
       at::Tensor error = matrix.error.view({matrix.n, matrix.m});
+      // A gradient that is not finite on one rank makes Q so on all. It is handed on, for the step to be skipped; to owe it would spoil all steps to come.
+      const at::Tensor finite = q.abs().max().isfinite();
+      const bool on_host = finite.is_cpu();
+      if (on_host && !finite.item<bool>()) {
+        part.gradient.copy_(at::mm(part.p.clone().t(), q.clone()));
+        continue;
+      }
+      const at::Tensor error_before = on_host ? at::Tensor() : error.clone(), q_before = on_host ? at::Tensor() : matrix.q.clone();
       error.copy_(part.gradient);
       if (part.told->used) {
         part.gradient.copy_(at::mm(part.p.clone().t(), q.clone()));
@@ -183,6 +191,9 @@ class Compressed final : public BucketReduction {
       }
       matrix.q.copy_(q);
       revive(matrix.q, matrix.first_q);
+      if (on_host || finite.is_meta()) continue;
+      error.copy_(at::where(finite, error, error_before));
+      matrix.q.copy_(at::where(finite, matrix.q, q_before));
     }
     parts_.clear();
     release_scratch(first_);  // before the other buckets are done

@@ -35,6 +35,9 @@ struct PowerSgdOptions {
 /// What ranks that compute one model together (tensor parallelism) hold alike crosses whole, too: they must stay one, and errors that are fed back would part
 /// them, a last bit first.
 ///
+/// A gradient that is not finite on one rank comes out so on all, and what that matrix owes and its Q stay as they were: who skips the step goes on. What is owed
+/// is in the unit of the gradients; behind a loss scale that changes it would be in another's, so use the one or the other.
+///
 /// The error after a step depends on the rank, and is part of a checkpoint (`state`). Works for fp32 and fp64 gradients; prepare throws ConfigError for others.
 class PowerSgd final : public CommunicationHook {
  public:

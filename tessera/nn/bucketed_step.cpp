@@ -338,8 +338,7 @@ void BucketedStep::complete() {
     bool failed = false;
     used = used_anywhere(failed);
     if (failed) {
-      arrived_ = trained_;  // all were brought into their buckets
-      undo();
+      undo_all();
       throw Error(options_.technique +
                   ": the backward pass of another rank ended by an exception, and the sums of this one lack its gradients; they were dropped");
     }
@@ -402,8 +401,9 @@ void BucketedStep::drop_reductions() {
 /// comes next would meet.
 void BucketedStep::abandon() {
   if (!active()) return;
-  if (options_.find_unused_parameters && plain_ && last_pass_ && starts_early_) tell_of_failure();
-  undo();
+  if (!options_.find_unused_parameters || !plain_ || !last_pass_ || !starts_early_) return undo();
+  tell_of_failure();
+  undo_all();
 }
 
 /// All of the step's collectives are started, for nothing; a rank whose pass did not fail hears of it where it asks what the others used.
@@ -411,11 +411,20 @@ void BucketedStep::tell_of_failure() noexcept {
   try {
     const at::NoGradGuard no_grad;
     launch_rest();
-    arrived_ = trained_;  // all were brought into their buckets
     bool failed = true;
     used_anywhere(failed);
   } catch (...) {  // who has failed is known; that others cannot hear of it, they will notice
   }
+}
+
+/// Where all were brought into their buckets: zeros of what had not come are ours, and no zero_grad of the program's.
+void BucketedStep::undo_all() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!trained_[i] || arrived_[i] || bucket_of_[i] >= launched_) continue;
+    gradient_writes_.see(i, parameters_[i].tensor.grad());
+    arrived_[i] = true;
+  }
+  undo();
 }
 
 void BucketedStep::undo() {

@@ -169,6 +169,7 @@ class BucketedStep {
   std::vector<bool> used_anywhere(bool& failed);
   void tell_of_failure() noexcept;
   void undo();
+  void undo_all();
   void drop_reductions();
   void abandon();
 

@@ -68,6 +68,34 @@ TEST(FailedPass, LeavesNothingToTheNextStep) {
   });
 }
 
+/// Also of parameters whose gradient had not come when a pass that adds failed.
+TEST(FailedPass, LeavesTheGradientsOfThePassBefore) {
+  for (const int ranks : {2, 3}) {
+    for (const bool all_fail : {true, false}) {
+      for (const int64_t bytes : {64, 300, 1 << 20}) {
+        comm::run_ranks(ranks, [&](comm::World& world) {
+          Branching model;
+          DistributedDataParallel ddp(model, world.group(), {.sizes = {.bucket_bytes = bytes, .first_bucket_bytes = bytes}, .find_unused_parameters = true});
+          const auto pass = [&](int step, bool fails) { model.forward(rows(step, world.rank()), step == 0, fails).square().sum().backward(); };
+          pass(0, false);
+          std::vector<at::Tensor> before;
+          for (const at::Tensor& parameter : model.parameters()) before.push_back(parameter.grad().clone());
+          EXPECT_ANY_THROW(pass(1, all_fail || world.rank() == 1));
+          for (size_t i = 0; i < before.size(); ++i) {
+            const at::Tensor now = model.parameters()[i].grad();
+            ASSERT_TRUE(now.defined()) << i;
+            EXPECT_TRUE(at::equal(now, before[i])) << i;
+          }
+          pass(1, false);                               // adds
+          for (size_t i = 0; i < before.size(); ++i) {  // the branch that it does not take has nothing to add
+            EXPECT_EQ(at::equal(model.parameters()[i].grad(), before[i]), model.named_parameters().keys()[i].starts_with("layer2.")) << i;
+          }
+        });
+      }
+    }
+  }
+}
+
 /// And says so to who has not failed.
 TEST(FailedPass, IsHeardOfOnOtherRanks) {
   comm::run_ranks(2, [&](comm::World& world) {

@@ -1,5 +1,7 @@
 #include "tessera/data_parallel/power_sgd.h"
 
+#include <limits>
+
 #include <gmock/gmock.h>
 
 #include "support.h"
@@ -234,6 +236,39 @@ TEST(PowerSgd, AParameterNobodyUsesKeepsItsGradientUndefinedAndWhatIsOwed) {
     run_step(net, ddp, part_of(whole_batch(samples), 2, world.rank()));
     EXPECT_FALSE(at::equal(carried(*hook, "error", "first.weight"), before));
   });
+}
+
+TEST_P(PowerSgdWorlds, AStepThatIsNotFiniteOnOneRankLeavesWhatIsOwed) {
+  const int ranks = GetParam();
+  std::vector<std::vector<at::Tensor>> after(2);
+  for (const bool overflows : {false, true}) {
+    run_ranks(ranks, [&](World& world) {
+      Net net;
+      const auto hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 2, .start = 0, .min_compression = 0});
+      DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets, .hook = hook});
+      const auto step = [&](int index, double factor) {
+        ddp.begin_step();
+        const Batch mine = part_of(whole_batch(samples, index), ranks, world.rank());
+        (loss_of(net.forward(mine.x), mine.y, samples) * factor).backward();
+        ddp.finish();
+      };
+      step(0, 1);
+      for (const double factor : {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
+        if (!overflows) continue;
+        std::vector<at::Tensor> before, now;
+        for (const HookTensor& held : hook->state()) before.push_back(held.tensor.clone());
+        step(1, world.rank() == ranks - 1 ? factor : 1);
+        for (const HookTensor& held : hook->state()) now.push_back(held.tensor);
+        EXPECT_TRUE(same_bits(now, before));
+        for (const at::Tensor& gradient : gradients_of(net)) {
+          if (gradient.defined() && gradient.dim() > 1) EXPECT_FALSE(gradient.isfinite().all().item<bool>()) << "no rank applies it";
+        }
+      }
+      step(2, 1);
+      if (world.rank() == 0) after[overflows] = gradients_of(net);
+    });
+  }
+  EXPECT_TRUE(same_bits(after[1], after[0]));
 }
 
 TEST(PowerSgd, AParameterStoredTheOtherWayRoundIsCompressedAsItLies) {
