@@ -146,9 +146,43 @@ bool OperatorTrigger::shapes_forward(const c10::FunctionSchema& schema) const {
   return schema.name() != "aten::zeros_like" || !parameter.grad().defined() || updated_.contains(parameter.unsafeGetTensorImpl());
 }
 
+/// libtorch's `1 - weight` and `1 / weight`, the first operators of a forward: empty_like(weight), fill_(1), and sub_ or div_ by the weight, one behind the
+/// other. Nobody but libtorch has the tensor between them. Whether this is the third.
+bool OperatorTrigger::follow_scalar(const c10::FunctionSchema& schema, Arguments arguments) {
+  const ScalarOperator before = std::exchange(scalar_, {});
+  const std::string& name = schema.name();
+  const auto given = [&]() -> const c10::TensorImpl* { return arguments[0].isTensor() ? arguments[0].toTensor().unsafeGetTensorImpl() : nullptr; };
+  if (name == "aten::empty_like" && seen_.size() == 1) {
+    scalar_.parameter = seen_.front().tensor.unsafeGetTensorImpl();
+  } else if (before.parameter != nullptr && name == "aten::fill_" && given() != nullptr && given()->sizes() == before.parameter->sizes() &&
+             arguments[1].isScalar()) {
+    scalar_ = {.parameter = before.parameter, .filled = given(), .value = arguments[1].toScalar()};
+  } else if (before.filled != nullptr && (name == "aten::sub_" || name == "aten::div_") && given() == before.filled && seen_.size() == 1 &&
+             seen_.front().tensor.unsafeGetTensorImpl() == before.parameter) {
+    scalar_ = before;
+    return true;
+  }
+  return false;
+}
+
+/// What libtorch has filled becomes as large as the whole.
+void OperatorTrigger::fill_whole(const at::Tensor& filled) {
+  const at::NoGradGuard no_grad;
+  const auto& [unit, flat, index] = seen_.front().place;
+  filled.set_(at::full(units_.flats(unit)[flat].layout().parameters[index].shape, scalar_.value, filled.options()));
+}
+
+bool OperatorTrigger::scalar_wants_whole(const c10::FunctionSchema& schema) const {
+  if (at::GradMode::is_enabled()) return role_ == Role::Trigger || seen_.front().tensor.requires_grad();
+  if (evaluating_ || !module_.is_training()) return true;
+  if (role_ == Role::Trigger) refuse_unclear(schema);
+  return false;
+}
+
 /// Where calls trigger, parameters are slices between them, for whoever looks.
 bool OperatorTrigger::wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const {
   if (use == OperatorUse::Shape) return shapes_forward(schema);
+  if (scalar_.is_applied) return scalar_wants_whole(schema);
   if (role_ == Role::Trigger) return begins_forward(schema, arguments, use);
   if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
   if (use == OperatorUse::Clone || use == OperatorUse::Cast) return false;
@@ -215,7 +249,7 @@ bool OperatorTrigger::forward_in_evaluation(const c10::FunctionSchema& schema, A
   if (module_.is_training() || writes(schema)) return false;
   if (std::ranges::any_of(arguments, [this](const c10::IValue& argument) { return is_gradient(argument); })) return false;
   if (means_whole_on_one_rank(schema)) return true;
-  if (in_evaluation() && units_.are_cut()) refuse_made_by_slices(schema);
+  if (units_.are_cut()) refuse_made_by_slices(schema);
   return false;
 }
 
@@ -542,7 +576,10 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     evaluating_ = false;
     if (!step_.running()) units_.release_all();
   }
-  if (met_.empty() && seen_.empty() && touched_.empty()) return;
+  if (met_.empty() && seen_.empty() && touched_.empty()) {
+    follow_scalar(schema, arguments);
+    return;
+  }
   require(schema.name() != "aten::embedding_renorm_",
           "fully_shard: an embedding with max_norm writes rows of its weight in forward, which on each rank holds some of them; leave max_norm out");
   const OperatorUse use = use_of(schema, arguments);
@@ -553,7 +590,9 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     return use_met();
   }
   if (!touched_.empty() && !in_call()) refuse_layers_over_slices(schema, arguments);
+  scalar_.is_applied = follow_scalar(schema, arguments);
   if (!seen_.empty() && wants_whole(schema, arguments, use)) {
+    if (scalar_.is_applied) fill_whole(arguments[0].toTensor());
     begin_forward(stack, first);
   } else if (!seen_.empty() || !touched_.empty()) {
     refuse_other_rows(schema, arguments);

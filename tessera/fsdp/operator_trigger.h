@@ -54,6 +54,13 @@ class OperatorTrigger final : public nn::OperatorWatcher {
     UnitPlace place;
     size_t argument;
   };
+  /// What is known of a number minus, or over, a parameter. Tensors are compared only.
+  struct ScalarOperator {
+    const c10::TensorImpl* parameter = nullptr;
+    const c10::TensorImpl* filled = nullptr;
+    at::Scalar value = 0;
+    bool is_applied = false;  ///< by the operator at hand
+  };
   using Arguments = at::ArrayRef<c10::IValue>;
 
   void find_storages();
@@ -64,6 +71,9 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void scan(Arguments arguments);
   bool in_evaluation() const;
   bool shapes_forward(const c10::FunctionSchema& schema) const;
+  bool follow_scalar(const c10::FunctionSchema& schema, Arguments arguments);
+  void fill_whole(const at::Tensor& filled);
+  bool scalar_wants_whole(const c10::FunctionSchema& schema) const;
   bool wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
   bool begins_forward(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
   bool begins_between_calls(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
@@ -118,11 +128,12 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   std::vector<size_t> met_;          ///< units among the arguments of the operator at hand
   std::vector<Seen> seen_;           ///< and parameters that show slices
   std::vector<at::Tensor> touched_;  ///< and memory of slices by another name
-  bool replaced_ = false;            ///< and a parameter in whose place the program has put another tensor
-  int64_t factored_ = 0;             ///< elements of what was made orthogonal last, until something is copied
-  bool absolute_ = false;            ///< the operator before took absolute values of a gradient
-  bool evaluating_ = false;          ///< units may be held that no step knows of
-  size_t last_;                      ///< unit met last; size() before the first
+  ScalarOperator scalar_;
+  bool replaced_ = false;    ///< and a parameter in whose place the program has put another tensor
+  int64_t factored_ = 0;     ///< elements of what was made orthogonal last, until something is copied
+  bool absolute_ = false;    ///< the operator before took absolute values of a gradient
+  bool evaluating_ = false;  ///< units may be held that no step knows of
+  size_t last_;              ///< unit met last; size() before the first
   int64_t pass_ = -1;
 };
 

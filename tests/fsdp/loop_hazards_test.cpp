@@ -715,10 +715,14 @@ struct Gate : torch::nn::Module {
     const at::NoGradGuard no_grad;
     g.abs_().add_(0.5);
   }
-  at::Tensor forward(const at::Tensor& x) { return use(at::tanh(in(x)), x, g); }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor before = begin ? begin(x, x, g) : x;
+    return use(at::tanh(in(before)), x, g);
+  }
 
   torch::nn::Linear in;
   at::Tensor g;
+  Use begin = {};  ///< before the first layer
   Use use;
 };
 
@@ -774,6 +778,53 @@ TEST(FullyShardLoop, WhatIsMadeLikeAParameterIsAsLargeAsTheWhole) {
   }
 }
 
+/// As compilers evaluate `in(x) * g + x * (1 - g)`: the right side first.
+TEST(FullyShardLoop, AForwardMayBeginWithANumberMinusAParameter) {
+  const std::vector<Gate::Use> begins{[](auto&, auto& x, auto& g) { return x * (1 - g); }, [](auto&, auto& x, auto& g) { return x + 2.5 / g; }};
+  const Gate::Use plain = [](auto& h, auto&, auto&) { return h; };
+  const auto trained = [](Gate& net, int rank, int of) {
+    std::vector<at::Tensor> seen;
+    torch::optim::SGD sgd(net.parameters(), 0.01);
+    const at::Tensor x = random_tensor({6, 3}, "x");
+    for (int step = 0; step < 3; ++step) {
+      net.train();
+      sgd.zero_grad();
+      net.forward(x.chunk(of)[rank]).square().sum().backward();
+      sgd.step();
+      const at::NoGradGuard no_grad;
+      net.eval();
+      seen.push_back(net.forward(x).clone());
+    }
+    return seen;
+  };
+  for (const int ranks : {1, 2, 3}) {
+    for (const Gate::Use& begin : begins) {
+      for (const std::string wrap : {"", "in"}) {
+        Gate whole(3, plain);
+        whole.begin = begin;
+        const std::vector<at::Tensor> want = trained(whole, 0, 1);
+        run_ranks(ranks,
+                  [&](World& world) {
+                    Gate net(3, plain);
+                    net.begin = begin;
+                    auto sharded = fully_shard(net, world.group(), {.wrap = wrap});
+                    const std::vector<at::Tensor> got = trained(net, world.rank(), ranks);
+                    for (size_t step = 0; step < want.size(); ++step) {
+                      ASSERT_EQ(got[step].sizes(), want[step].sizes());
+                      EXPECT_LT((got[step] - want[step]).abs().max().item<double>(), 1e-5) << ranks << " ranks, step " << step;
+                    }
+                    if (ranks == 1) return;
+                    net.train();
+                    net.in(random_tensor({1, 3}, "x")).sum().backward();
+                    const at::NoGradGuard no_grad;
+                    EXPECT_THAT(refusal([&] { (void)(1 - net.g); }), HasSubstr("'g'")) << "an optimizer, or a line for a log";
+                  },
+                  {.timeout = std::chrono::seconds(20)});
+      }
+    }
+  }
+}
+
 TEST(FullyShardLoop, AnOptimizersStateIsASlicesBehindAnEvaluationToo) {
   Gate whole(6, [](auto& h, auto& x, auto& g) { return h * g + x; });
   const auto trained = [](Gate& net, int rank, int of) {
@@ -800,7 +851,7 @@ TEST(FullyShardLoop, AnOptimizersStateIsASlicesBehindAnEvaluationToo) {
 
 /// libtorch's sentence would be about two sizes, and of one rank alone.
 TEST(FullyShardLoop, WhatWasMadeByASlicesSizesIsRefusedByName) {
-  const std::vector<Gate::Use> begins{[](auto&, auto& x, auto& g) { return x * (1 - g); },
+  const std::vector<Gate::Use> begins{[](auto&, auto& x, auto& g) { return x * at::zeros_like(g).sub_(g); },
                                       [](auto&, auto& x, auto& g) { return x * at::zeros_like(g).add_(g); }};
   for (const int ranks : {2, 3}) {
     run_ranks(ranks, [&](World& world) {
@@ -810,11 +861,21 @@ TEST(FullyShardLoop, WhatWasMadeByASlicesSizesIsRefusedByName) {
         const at::Tensor x = random_tensor({3, 2}, "x");
         EXPECT_THAT(refusal([&] { (void)begin(x, x, net.g); }), AllOf(HasSubstr("'g'"), HasSubstr("ones_like")));
       }
-      Gate net(6, [](auto& h, auto& x, auto& g) { return h + x * (at::ones(g.sizes()) - g); });
+      for (const Gate::Use& use : std::vector<Gate::Use>{[](auto& h, auto& x, auto& g) { return h + x * (at::ones(g.sizes()) - g); },
+                                                         [](auto&, auto& x, auto& g) { return x * (at::ones(g.sizes()) * g); }}) {
+        Gate net(6, use);
+        auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+        net.eval();
+        const at::NoGradGuard no_grad;
+        const at::Tensor x = random_tensor({3, 6}, "x");
+        EXPECT_THAT(refusal([&] { (void)use(at::tanh(net.in(x)), x, net.g); }), AllOf(HasSubstr("'g'"), HasSubstr("ones_like")));
+      }
+      Gate net(6, [](auto&, auto& x, auto& g) { return x * (at::ones_like(g) - g); });
       auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
       net.eval();
       const at::NoGradGuard no_grad;
-      EXPECT_THAT(refusal([&] { (void)net.forward(random_tensor({3, 6}, "x")); }), AllOf(HasSubstr("'g'"), HasSubstr("ones_like")));
+      const at::Tensor x = random_tensor({3, 6}, "x");  // and before any layer
+      EXPECT_THAT(refusal([&] { (void)net.use(x, x, net.g); }), AllOf(HasSubstr("'g'"), HasSubstr("ones_like")));
     });
   }
 }
