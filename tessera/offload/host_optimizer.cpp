@@ -43,10 +43,10 @@ std::vector<optim::StateTensor> HostOptimizer::state_to_save() const {
   return with_next(inner_->state_to_save());
 }
 
-/// A delayed update is one ahead of the weights.
+/// A delayed update is one ahead of the weights: also of what was frozen since.
 std::vector<optim::StateTensor> HostOptimizer::with_next(std::vector<optim::StateTensor> state) const {
   for (size_t i = 0; delayed_ && i < parameters_.size(); ++i) {
-    if (!parameters_[i].tensor.requires_grad()) continue;
+    if (!parameters_[i].tensor.requires_grad() && std::ranges::find(ahead_, i) == ahead_.end()) continue;
     state.push_back({parameters_[i].name, std::string(optim::kNextState), beside_[i].copy.detach(), nn::slice_of(parameters_[i].tensor)});
   }
   return state;
@@ -55,7 +55,7 @@ std::vector<optim::StateTensor> HostOptimizer::with_next(std::vector<optim::Stat
 void HostOptimizer::follow_all_but(const std::set<std::string>& ahead) {
   const c10::NoGradGuard no_grad;
   await_update();
-  const auto is_ahead = [&](size_t i) { return ahead.contains(parameters_[i].name) && parameters_[i].tensor.requires_grad(); };  // frozen ones keep no copy
+  const auto is_ahead = [&](size_t i) { return ahead.contains(parameters_[i].name); };
   std::erase_if(ahead_, std::not_fn(is_ahead));
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!is_ahead(i)) beside_[i].copy.copy_(parameters_[i].tensor);
@@ -66,6 +66,10 @@ void HostOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
   const HostMemory beside;
   await_update();
   inner_->hold_state(counts);
+  if (!delayed_ || !ahead_.empty()) return;
+  for (size_t i = 0; i < parameters_.size(); ++i) {  // each may be one update ahead; follow_all_but() will tell
+    if (counts.contains(parameters_[i].name)) ahead_.push_back(i);
+  }
 }
 
 void HostOptimizer::counts_changed() {

@@ -37,7 +37,8 @@ struct PagedOptimizerOptions {
 /// until the next step, and loading a checkpoint needs that room; but what is updated on the host from disk is then memory that lies in the file, and loading
 /// needs the room of a piece. Works on meta.
 ///
-/// Throws ConfigError for a `dir` that cannot be written; Error, in a step, where the disk is full or cannot be read.
+/// Throws ConfigError for a `dir` that cannot be written, and for an optimizer that looks at whole tensors (Adafactor, Adam8bit, Muon) where one is cut; Error,
+/// in a step, where the disk is full or cannot be read.
 class PagedOptimizer final : public optim::Optimizer {
  public:
   /// Makes the optimizer inside, of tensors that stand for the parameters.

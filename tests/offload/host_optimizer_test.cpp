@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <map>
+#include <set>
 
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
@@ -15,6 +16,7 @@
 #include "tessera/memory/memory.h"
 #include "tessera/offload/paged_optimizer.h"
 #include "tests/optim/parameters.h"
+#include "tests/refusal.h"
 
 namespace tessera {
 namespace {
@@ -130,6 +132,30 @@ TEST_P(HostOptimizerOf, IsBitForBitWithItsStatePagedInPiecesOfAnySize) {
   }
   EXPECT_TRUE(std::filesystem::is_empty(folder));
   std::filesystem::remove_all(folder);
+}
+
+/// On other ranks its pieces end elsewhere, and what it asks of them would meet something else.
+TEST(PagedOptimizer, RefusesWhatLooksAtWholeTensorsWhereTheyAreCut) {
+  for (const std::string name : {"adamw", "lion", "adafactor", "adam8bit", "muon"}) {
+    for (const bool cut : {false, true}) {
+      SCOPED_TRACE(name + (cut ? ", cut" : ""));
+      auto parameters = make_parameters({{8, 6}, {5}});
+      for (const auto& [parameter, tensor, aliases] : parameters) nn::set_slice(tensor, Slice::whole(parameter, tensor.sizes().vec()));
+      if (cut) nn::set_slice(parameters[0].tensor, Slice::along(parameters[0].name, {16, 6}, 0, 8, 8));
+      const auto make = [&] {
+        PagedOptimizer(parameters, {}, [&](const std::vector<nn::NamedParameter>& copies) {
+          optim::WholeModel whole;
+          whole.parameters = {Slice::whole(parameters[0].name, {16, 6}), Slice::whole(parameters[1].name, {5})};
+          return optim::make_optimizer(config_of(name), copies, whole);
+        });
+      };
+      if (!cut || name == "adamw" || name == "lion") {
+        EXPECT_NO_THROW(make());
+      } else {
+        EXPECT_THAT(testing_support::refusal(make), ::testing::AllOf(::testing::HasSubstr(name), ::testing::HasSubstr("'" + parameters[0].name + "'")));
+      }
+    }
+  }
 }
 
 TEST(PagedOptimizer, IsSavedATensorAtATime) {
@@ -264,6 +290,47 @@ TEST(HostOptimizer, ADelayedUpdateIsThatOfTheGradientOfOneStepBefore) {
     EXPECT_TRUE(at::equal(held.tensor, pair.cpu[next++].tensor.detach())) << held.parameter;
   }
   EXPECT_EQ(next, pair.cpu.size());
+}
+
+/// Frozen with an update on its way, saved, and taken up by another optimizer: it is shown when that steps, as it would have been.
+TEST(HostOptimizer, ADelayedUpdateOfWhatWasFrozenSinceIsSaved) {
+  Pair whole, resumed;
+  const auto make = [](Pair& pair) {
+    return std::make_unique<HostOptimizer>(pair.device, pair.device.front().tensor.device(), building("adamw"), HostOptimizer::kPieceBytes, /*delayed=*/true);
+  };
+  const auto steps = [](Pair& pair, HostOptimizer& optimizer, int first) {
+    for (int step = first; step < first + 2; ++step) {
+      pair.draw(2 + step);
+      if (first > 0) at::Tensor(pair.device[0].tensor).mutable_grad() = at::Tensor();
+      optimizer.step(1e-2);
+    }
+  };
+  const auto freeze = [](Pair& pair) { at::Tensor(pair.device[0].tensor).requires_grad_(false); };
+  auto optimizer = make(whole), before = make(resumed);
+  steps(whole, *optimizer, 0);
+  steps(resumed, *before, 0);
+  freeze(whole);
+  freeze(resumed);
+  const at::Tensor at_save = whole.device[0].tensor.detach().clone();
+  auto after = make(resumed);
+  {  // as a checkpoint does
+    std::map<std::string, at::Tensor> saved;
+    std::set<std::string> ahead;
+    for (const auto& held : before->state_to_save()) {
+      saved[held.parameter + held.state] = held.tensor.clone();
+      if (held.state == optim::kNextState) ahead.insert(held.parameter);
+    }
+    EXPECT_TRUE(ahead.contains(resumed.device[0].name));
+    after->hold_state(before->update_counts());
+    const at::NoGradGuard no_grad;
+    for (const auto& held : after->state()) at::Tensor(held.tensor).copy_(saved.at(held.parameter + held.state));
+    after->set_update_counts(before->update_counts());
+    after->follow_all_but(ahead);
+  }
+  steps(whole, *optimizer, 2);
+  steps(resumed, *after, 2);
+  EXPECT_FALSE(at::equal(whole.device[0].tensor, at_save)) << "the update of the last step before it was frozen";
+  for (size_t i = 0; i < whole.device.size(); ++i) EXPECT_TRUE(at::equal(whole.device[i].tensor, resumed.device[i].tensor)) << i;
 }
 
 TEST(HostOptimizer, WhatIsSkippedIsAsItWas) {
