@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
 #include "tessera/core/error.h"
@@ -104,6 +105,22 @@ PlainTerm adapt(torch::nn::LinearImpl& linear, const std::string& path, const Op
   return term;
 }
 
+/// Its products are known by the weight, whichever module multiplies. One that only looks rows up does not.
+void require_weight_of_its_own(const torch::nn::Module& root, const std::string& path, const torch::nn::LinearImpl& linear) {
+  const auto require_other = [&](const torch::nn::Module& module, const std::string& name) {
+    if (&module == &linear || dynamic_cast<const torch::nn::EmbeddingImpl*>(&module) != nullptr) return;
+    std::vector<at::Tensor> weights = module.parameters(/*recurse=*/false);
+    // `second->weight = first->weight`, as weights are tied, leaves the registered one as it was.
+    if (const auto* libtorchs = dynamic_cast<const torch::nn::LinearImpl*>(&module)) weights.push_back(libtorchs->weight);
+    if (const auto* ours = dynamic_cast<const nn::LinearImpl*>(&module)) weights.push_back(ours->weight);
+    const bool shares = std::ranges::any_of(weights, [&](const at::Tensor& weight) { return weight.defined() && weight.is_alias_of(linear.weight); });
+    require(!shares, "LoRA of '", path, "', libtorch's own Linear: '", name,
+            "' has its weight, too, and their products cannot be told apart; build both as tessera::nn::Linear, or name neither");
+  };
+  require_other(root, "");
+  for (const auto& other : root.named_modules("", /*include_self=*/false)) require_other(*other.value(), other.key());
+}
+
 /// The linear layers that the pattern names; whatever else it matches is passed over, but for what would be taken for one.
 struct Linears {
   std::vector<nn::LinearImpl*> ours;
@@ -162,7 +179,9 @@ Attachment attach(torch::nn::Module& root, const Options& options) {
       if (is_new(*linear)) attached.add(adapt(*linear, options));
     }
     for (const auto& [path, linear] : linears.libtorchs) {
-      if (is_new(*linear)) terms.push_back(adapt(*linear, path, options));
+      if (!is_new(*linear)) continue;
+      require_weight_of_its_own(root, path, *linear);
+      terms.push_back(adapt(*linear, path, options));
     }
   }
   attached.add(attach_to_products(std::move(terms)));

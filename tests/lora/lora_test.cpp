@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
 #include "tessera/core/error.h"
@@ -216,6 +217,22 @@ TEST(Lora, DropsFromWhatLibtorchsLinearSees) {
   EXPECT_FALSE(at::equal(on_rank(0), on_rank(1)));
   net.eval();
   EXPECT_TRUE(at::allclose(on_rank(1), with_merged(net, x, 2), 1e-5, 1e-6));
+}
+
+/// By a weight of two layers of libtorch's nobody can tell which of them multiplies. An embedding does not.
+TEST(Lora, RefusesLayersOfLibtorchThatShareAWeight) {
+  const auto shared = [](auto other) {
+    torch::nn::Sequential net(torch::nn::Linear(6, 6), other);
+    other->weight = net->template ptr<torch::nn::LinearImpl>(0)->weight;
+    return net;
+  };
+  for (const std::vector<std::string>& modules : {std::vector<std::string>{"0"}, {"1"}, {"*"}}) {
+    torch::nn::Sequential net = shared(torch::nn::Linear(6, 6));
+    EXPECT_THAT([&] { (void)lora::attach(*net, {.modules = modules}); },
+                ThrowsMessage<ConfigError>(::testing::AllOf(HasSubstr("cannot be told apart"), HasSubstr("'0'"), HasSubstr("'1'"))));
+  }
+  torch::nn::Sequential tied = shared(torch::nn::Embedding(6, 6));
+  EXPECT_NO_THROW((void)lora::attach(*tied, {.modules = {"0"}}));
 }
 
 TEST(Lora, TrainsWhatIsNamedBeside) {
