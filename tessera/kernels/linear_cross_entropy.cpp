@@ -301,7 +301,9 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
   if (stands_for_device && (hidden.scalar_type() == at::kHalf || weight.scalar_type() == at::kHalf)) {
     return linear_cross_entropy(hidden.to(at::kFloat), weight.to(at::kFloat), labels, options);
   }
-  if (takes_reference(Kernel::linear_cross_entropy) && !options.parts) return reference::linear_cross_entropy(hidden, weight, labels, compute, options.loss);
+  if (takes_reference(Kernel::linear_cross_entropy)) {
+    return reference::linear_cross_entropy(hidden, weight, labels, compute, options.loss, options.parts.get());
+  }
   require_supported("linear_cross_entropy: hidden", hidden);
   if (weight.scalar_type() != at::kHalf) require_supported("linear_cross_entropy: weight", weight);  // which is widened before it is multiplied
   require(is_supported(compute) || stands_for_device, "linear_cross_entropy: compute_dtype ", c10::toString(compute),

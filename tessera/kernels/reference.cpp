@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "tessera/core/rng.h"
+#include "tessera/kernels/loss_terms.h"
 #include "tessera/kernels/widen.h"
 
 namespace tessera::kernels::reference {
@@ -52,10 +53,34 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels,
   return loss + options.z_loss * at::logsumexp(x, -1).square().masked_fill(labels == kIgnoredLabel, 0).sum();
 }
 
+namespace {
+
+/// What each row's target expects of these columns, which are some of `parts.total`: [T, V].
+at::Tensor expected_share(const at::Tensor& x, const at::Tensor& labels, const VocabularyParts& parts, const CrossEntropyOptions& options) {
+  const LossTerms terms = loss_terms(options, parts.total);
+  const at::Tensor columns = at::arange(parts.first, parts.first + x.size(1), labels.options());
+  return (labels.unsqueeze(1) == columns).to(x.scalar_type()) * terms.label + terms.each;
+}
+
+/// Ranks meet in numbers, not in a graph: what others hold of a row is a constant, whose value the loss has, and whose gradient here is that of
+/// sum(exp(x - lse)) (1 + 2 z lse) - sum(expected x).
+at::Tensor cross_entropy_of_parts(const at::Tensor& logits, const at::Tensor& labels, const CrossEntropyOptions& options, VocabularyParts& parts) {
+  const at::Tensor x = wide(logits), constant = x.detach(), expected = expected_share(constant, labels, parts, options);
+  const at::Tensor most = std::get<0>(constant.max(-1)), sum = (constant - most.unsqueeze(1)).exp().sum(-1), target = (expected * constant).sum(-1);
+  parts.meet(most, sum, target);
+  const at::Tensor lse = sum.log() + most, ignored = labels == kIgnoredLabel;
+  const at::Tensor value = lse - target + options.z_loss * lse.square();
+  const at::Tensor slope = (x - lse.unsqueeze(1)).exp().sum(-1) * (1 + 2 * options.z_loss * lse) - (expected * x).sum(-1);
+  return (value + slope - slope.detach()).masked_fill(ignored, 0).sum();
+}
+
+}  // namespace
+
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, std::optional<at::ScalarType> compute_dtype,
-                                const CrossEntropyOptions& options) {
+                                const CrossEntropyOptions& options, VocabularyParts* parts) {
   const at::ScalarType compute = compute_dtype.value_or(hidden.scalar_type());
-  return reference::cross_entropy_sum(at::mm(hidden.to(compute), widen(weight, compute).t()), labels, options);
+  const at::Tensor logits = at::mm(hidden.to(compute), widen(weight, compute).t());
+  return parts == nullptr ? reference::cross_entropy_sum(logits, labels, options) : cross_entropy_of_parts(logits, labels, options, *parts);
 }
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {

@@ -8,6 +8,7 @@
 #include "tessera/kernels/cross_entropy.h"
 #include "tessera/kernels/dispatch.h"
 #include "tessera/kernels/dropout.h"
+#include "tessera/kernels/vocabulary_parts.h"
 
 /// Every fused operator as a plain composition of ATen operators that autograd differentiates. What `run.kernels = "reference"` runs and what tests compare
 /// with.
@@ -23,7 +24,8 @@ void add_embedding_gradient_(const at::Tensor& sum, const at::Tensor& rows, cons
 at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& labels, const CrossEntropyOptions& options = {});
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
-                                std::optional<at::ScalarType> compute_dtype = std::nullopt, const CrossEntropyOptions& options = {});
+                                std::optional<at::ScalarType> compute_dtype = std::nullopt, const CrossEntropyOptions& options = {},
+                                VocabularyParts* parts = nullptr);
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale = std::nullopt);
 at::Tensor choose_experts(const at::Tensor& scores, int64_t k);
 Dispatch dispatch(const at::Tensor& chosen, int64_t experts, int64_t capacity, int64_t places);

@@ -7,6 +7,7 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
+#include "tessera/kernels/choice.h"
 #include "tessera/kernels/linear_cross_entropy.h"
 
 /// The head whose vocabulary is cut, against libtorch's own cross-entropy of whole logits.
@@ -35,7 +36,7 @@ struct Expected {
 
 Expected expected_of(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels, const CrossEntropyOptions& options, at::ScalarType dtype) {
   const at::Tensor h = hidden.clone().requires_grad_(), w = weight.clone().requires_grad_();
-  const at::Tensor logits = at::matmul(h.to(dtype), w.to(dtype).t()).to(at::kFloat).flatten(0, 1), label = labels.flatten();
+  const at::Tensor logits = at::matmul(h.to(dtype), w.to(dtype).t()).to(dtype == at::kDouble ? dtype : at::kFloat).flatten(0, 1), label = labels.flatten();
   const at::Tensor z = at::logsumexp(logits, 1).square().masked_fill(label < 0, 0).sum();
   const at::Tensor loss = at::cross_entropy_loss(logits, label, {}, at::Reduction::Sum, -100, options.label_smoothing) + options.z_loss * z;
   loss.backward();
@@ -99,6 +100,36 @@ TEST(VocabularyHeads, UnevenPartsMeetEquallyOften) {
   });
   ASSERT_EQ(calls[0].size(), calls[1].size());
   for (size_t i = 0; i < calls[0].size(); ++i) EXPECT_EQ(calls[0][i].shape, calls[1][i].shape) << "collective " << i;
+}
+
+/// `run.kernels = "reference"`, which takes fp64, too.
+TEST_P(VocabularyHead, PlainOperatorsMeetAsTheFusedOneDoes) {
+  const kernels::KernelChoiceGuard plainly(kernels::KernelChoice::Reference);
+  const Sample some = sample(2, 7, kVocabulary), none{some.tokens, at::full_like(some.labels, -100)};
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(9);
+  for (const auto dtype : {at::kFloat, at::kDouble}) {
+    const double bound = dtype == at::kFloat ? 1e-5 : 1e-12;
+    const at::Tensor hidden = at::randn({2, 7, kHidden}, generator).to(dtype), weight = at::randn({kVocabulary, kHidden}, generator).to(dtype);
+    for (const CrossEntropyOptions& options : {CrossEntropyOptions{}, {.label_smoothing = 0.1}, {.z_loss = 0.01}, {.label_smoothing = 0.3, .z_loss = 1e-3}}) {
+      for (const Sample& batch : {some, none}) {
+        const Expected want = expected_of(hidden, weight, batch.labels, options, dtype);
+        run_ranks(GetParam(), [&](World& world) {
+          const kernels::KernelChoiceGuard also(kernels::KernelChoice::Reference);
+          const auto net = std::make_shared<VocabularyNet>();
+          net->to(dtype);
+          net->head->weight.data().copy_(weight);
+          const auto tensor = parallelize_module(*net, world.group(), {{"head", VocabParallelHead{}}});
+          net->head->set_loss(options);
+          const at::Tensor h = hidden.clone().requires_grad_();
+          const at::Tensor loss = net->head->loss_sum(h, batch.labels);
+          (loss * 3).backward();
+          EXPECT_NEAR(loss.item<double>(), want.loss, bound * want.loss);
+          EXPECT_LE(largest(h.grad() - 3 * want.d_hidden), 3 * bound * largest(want.d_hidden));
+          EXPECT_LE(largest(net->head->weight.grad() - 3 * take(want.d_weight, nn::slice_of(net->head->weight))), 3 * bound * largest(want.d_weight));
+        });
+      }
+    }
+  }
 }
 
 TEST(VocabularyHeads, EvaluationIsThePlainCrossEntropy) {
