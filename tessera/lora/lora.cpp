@@ -27,6 +27,7 @@
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/shared_casts.h"
 #include "tessera/nn/weight_gradients.h"
+#include "tessera/nn/weights_in_use.h"
 
 // A and B are parameters of the layer itself, so that everything that walks a model (precision, sharding, optimizers, checkpoints) meets them under their names
 // and needs no word of this. The interceptor lies innermost: inside of what turns layouts, where x and y are this rank's. Cut by columns, every rank computes
@@ -109,11 +110,7 @@ PlainTerm adapt(torch::nn::LinearImpl& linear, const std::string& path, const Op
 void require_weight_of_its_own(const torch::nn::Module& root, const std::string& path, const torch::nn::LinearImpl& linear) {
   const auto require_other = [&](const torch::nn::Module& module, const std::string& name) {
     if (&module == &linear || dynamic_cast<const torch::nn::EmbeddingImpl*>(&module) != nullptr) return;
-    std::vector<at::Tensor> weights = module.parameters(/*recurse=*/false);
-    // `second->weight = first->weight`, as weights are tied, leaves the registered one as it was.
-    if (const auto* libtorchs = dynamic_cast<const torch::nn::LinearImpl*>(&module)) weights.push_back(libtorchs->weight);
-    if (const auto* ours = dynamic_cast<const nn::LinearImpl*>(&module)) weights.push_back(ours->weight);
-    const bool shares = std::ranges::any_of(weights, [&](const at::Tensor& weight) { return weight.defined() && weight.is_alias_of(linear.weight); });
+    const bool shares = std::ranges::any_of(nn::weights_in_use(module), [&](const at::Tensor& weight) { return weight.is_alias_of(linear.weight); });
     require(!shares, "LoRA of '", path, "', libtorch's own Linear: '", name,
             "' has its weight, too, and their products cannot be told apart; build both as tessera::nn::Linear, or name neither");
   };

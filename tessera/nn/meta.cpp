@@ -5,6 +5,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/init_tape.h"
 #include "tessera/nn/parameter.h"
@@ -18,30 +19,36 @@ namespace tessera::nn {
 namespace {
 
 thread_local std::shared_ptr<InitTape> recording;
+thread_local bool inside = false;
 
-/// Operators that an operator is made of are not recorded beside it.
+/// Operators that an operator is made of are not recorded beside it, and what they ask of the host they get: it is no part of the model (repeat keeps counts
+/// in a tensor). What is made for the model has the device that the operator was given.
 class Inside {
  public:
-  Inside() : recorded_(std::exchange(recording, nullptr)) {}
-  ~Inside() { recording = std::move(recorded_); }
+  Inside() : recorded_(std::exchange(recording, nullptr)), inside_(std::exchange(inside, true)) {}
+  ~Inside() {
+    recording = std::move(recorded_);
+    inside = inside_;
+  }
   const std::shared_ptr<InitTape>& tape() const { return recorded_; }
 
  private:
   std::shared_ptr<InitTape> recorded_;
+  bool inside_;
 };
 
 /// Every operator that is asked for a device is asked for meta instead; then it goes on as it would without us, and what it does to its tensors is noted.
 void make_on_meta(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const size_t first = stack->size() - arguments.size();
-  for (size_t i = 0; i < arguments.size(); ++i) {
+  for (size_t i = 0; !inside && i < arguments.size(); ++i) {
     if (arguments[i].name() == "device") (*stack)[first + i] = c10::Device(c10::kMeta);
     if (arguments[i].name() == "pin_memory") (*stack)[first + i] = c10::IValue();
   }
   auto noted = recording ? recording->begin(op, *stack) : nullptr;
-  const Inside inside;
+  const Inside made_of;
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit), stack);
-  if (noted) InitTape::end(inside.tape(), std::move(noted), *stack);
+  if (noted) InitTape::end(made_of.tape(), std::move(noted), *stack);
 }
 
 TORCH_LIBRARY_IMPL(_, DeferredInit, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&make_on_meta>()); }
@@ -67,6 +74,17 @@ struct OnMeta::Guard {
 
 OnMeta::OnMeta() : guard_(std::make_unique<Guard>()) {}
 OnMeta::~OnMeta() = default;
+
+void refuse_without_memory(const c10::Error& error) {
+  const std::string what = error.what_without_backtrace();
+  const size_t named = what.find(": attempted to run this operator with Meta tensors");
+  const bool read = what.find("data is not allocated yet") != std::string::npos;
+  if (named == std::string::npos && !read) return;
+  throw ConfigError(::tessera::detail::concat(
+      "on_meta: a constructor ", read ? "looks into a tensor's memory (torch::tensor of a vector, data_ptr, an accessor)" : "calls " + what.substr(0, named),
+      ", and on meta there is none to look into. Make the table by operators (arange, linspace; torch::from_blob(values, sizes).clone() for numbers of the ",
+      "program's own), have reset() or `init` of on_meta fill it, or build the model without on_meta"));
+}
 
 void materialize_storage(const at::Tensor& tensor, at::Device device) {
   const auto sizes = has_slice(tensor) ? slice_of(tensor).local_shape() : tensor.sizes().vec();

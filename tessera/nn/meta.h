@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
 namespace tessera {
@@ -27,6 +28,9 @@ class OnMeta {
   std::unique_ptr<Guard> guard_;
 };
 
+/// Says of an error that libtorch has thrown under OnMeta what the constructor did that has no meaning there: throws ConfigError. Others it leaves alone.
+void refuse_without_memory(const c10::Error& error);
+
 /// Gives `tensor`, made on meta, memory on `device` in place: handles, hooks and optimizers that hold it keep working. Its shape becomes that of its
 /// slice. The contents are undefined. On meta as `device` it is given meta memory anew, so that a dry run accounts for it.
 void materialize_storage(const at::Tensor& tensor, at::Device device);
@@ -42,20 +46,27 @@ void draw(const at::Tensor& parameter, uint64_t seed);
 
 /// Builds a module without memory: `auto model = on_meta([&] { return make_model(config.model); });`. How its constructors initialize it (their
 /// reset_parameters, torch::nn::init, whatever operators) is remembered, and materialize does it.
+/// Throws ConfigError where a constructor looks at values, which are not there.
 template <class F>
 auto on_meta(F&& build) {
   nn::OnMeta guard;
-  return std::forward<F>(build)();
+  try {
+    return std::forward<F>(build)();
+  } catch (const c10::Error& error) {
+    nn::refuse_without_memory(error);
+    throw;
+  }
 }
 
 /// The same, and then `init(module)` for the module and each one in it, as PyTorch's `model.apply(init_weights)`: it may fill any parameter or buffer.
 template <class F, class Init>
 auto on_meta(F&& build, Init&& init) {
-  nn::OnMeta guard;
-  auto model = std::forward<F>(build)();
-  const std::function<void(torch::nn::Module&)> initialize = std::forward<Init>(init);
-  model->apply(initialize);
-  return model;
+  return on_meta([&] {
+    auto model = std::forward<F>(build)();
+    const std::function<void(torch::nn::Module&)> initialize = std::forward<Init>(init);
+    model->apply(initialize);
+    return model;
+  });
 }
 
 /// Gives every parameter and buffer under `root` memory on `device` (category Parameters) and its initial value, bit-equal in any layout.

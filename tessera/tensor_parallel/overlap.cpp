@@ -17,6 +17,7 @@
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/core/once_differentiable.h"
 #include "tessera/kernels/products.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/backward_pass.h"
@@ -101,9 +102,13 @@ struct Node : torch::autograd::Node {
   }
 
   variable_list apply(variable_list&& gradients) final {
-    const at::NoGradGuard no_grad;
-    const comm::CallSite here(site);
-    return backward(gradients);
+    variable_list results;
+    {
+      const at::NoGradGuard no_grad;
+      const comm::CallSite here(site);
+      results = backward(gradients);
+    }
+    return once_differentiable("tensor.overlap", "set tensor.overlap = false (in C++ TensorParallelOptions::overlap)", gradients, std::move(results));
   }
   virtual variable_list backward(const variable_list& gradients) = 0;
 

@@ -20,6 +20,7 @@
 #include "tessera/nn/linear.h"
 #include "tessera/nn/operators.h"
 #include "tessera/nn/sharing.h"
+#include "tessera/nn/weights_in_use.h"
 #include "tessera/tensor_parallel/convert.h"
 #include "tessera/tensor_parallel/linear.h"
 #include "tessera/tensor_parallel/overlap.h"
@@ -79,8 +80,11 @@ class Builder {
     path_ = path;
     style_ = to_string(style);
     if (!std::holds_alternative<PrepareInput>(style) && !std::holds_alternative<PrepareOutput>(style)) own(module);
-    auto interceptor = std::visit([&](const auto& one) { return make(module, one); }, style);
+    auto interceptor = make_alike(module, style);
     if (size() == 1) return;
+    for (const at::Tensor& weight : nn::weights_in_use(module)) {
+      if (!nn::slice_of(weight).is_whole()) cut_by_.emplace(weight.unsafeGetTensorImpl(), style_ + " of '" + path_ + "'");
+    }
     attached_.add(nn::attach(module, std::move(interceptor)));
     attached_.add(nn::expect_call(module, "parallelize_module: " + style_ + " of '" + path + "'"));
     attach_check(module);
@@ -93,6 +97,8 @@ class Builder {
   /// Says of every parameter of `module` who holds it: what no style has cut or shared lies whole on all ranks, with the whole of its gradient, unless somebody
   /// else who deals parameters over these ranks has said it (experts).
   std::unique_ptr<TensorParallel> finish(const torch::nn::Module& module) {
+    require_whole(module, "");
+    for (const auto& item : module.named_modules("", /*include_self=*/false)) require_whole(*item.value(), item.key());
     const auto is_ours = [this](const nn::Sharing& sharing) { return sharing.axis == context_->group.name(); };
     for (const auto& parameter : nn::unique_parameters(module)) {
       if (size() == 1) break;
@@ -120,6 +126,31 @@ class Builder {
   template <class... What>
   void check(bool condition, What&&... what) const {
     require(condition, "parallelize_module: ", style_, " of '", path_, "': ", std::forward<What>(what)...);
+  }
+
+  /// What is tied is cut once, and has to be cut alike.
+  std::shared_ptr<nn::Interceptor> make_alike(nn::Module& module, const ParallelStyle& style) {
+    std::string other;
+    for (const at::Tensor& weight : nn::weights_in_use(module)) {
+      if (const auto found = cut_by_.find(weight.unsafeGetTensorImpl()); found != cut_by_.end()) other = found->second;
+    }
+    try {
+      return std::visit([&](const auto& one) { return make(module, one); }, style);
+    } catch (const InternalError&) {
+      check(other.empty(), "it shares a weight with ", other, ", which cuts it in another way; untie the two, or leave both whole");
+      throw;
+    }
+  }
+
+  /// What no style owns computes with whole weights.
+  void require_whole(const torch::nn::Module& module, const std::string& path) const {
+    const auto* const ours = dynamic_cast<const nn::Module*>(&module);
+    if (ours != nullptr && owners_.contains(ours)) return;
+    for (const at::Tensor& weight : nn::weights_in_use(module)) {
+      const auto found = cut_by_.find(weight.unsafeGetTensorImpl());
+      require(found == cut_by_.end(), "parallelize_module: '", path, "' shares a weight that ", found == cut_by_.end() ? "" : found->second,
+              " cuts, and has no style of its own; give it the one that cuts alike (VocabParallelHead beside VocabParallelEmbedding), or untie the two");
+    }
   }
 
   void own(const nn::Module& module) {
@@ -324,7 +355,8 @@ class Builder {
   std::string path_, style_;
   std::map<const nn::Module*, std::string> owners_;
   std::map<const c10::TensorImpl*, nn::Sharing> sharings_;
-  bool even_ = true;  ///< ranks hold parts of one size, of each parameter
+  std::map<const c10::TensorImpl*, std::string> cut_by_;  ///< of what is cut: the style that did
+  bool even_ = true;                                      ///< ranks hold parts of one size, of each parameter
   Attachment attached_;
 };
 

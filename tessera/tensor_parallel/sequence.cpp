@@ -26,8 +26,13 @@ class SequencePart : public nn::Interceptor {
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     nn::SampleContext here = nn::SampleScope::current();
-    if (here.seq_len == 0) here.seq_len = context_->sequence;
-    here.first_column += chunk(context_->sequence, context_->group.size(), context_->group.rank()).first;
+    const int64_t first = chunk(context_->sequence, context_->group.size(), context_->group.rank()).first;
+    if (sequence_dim(inputs[0].toTensor()) == 0) {
+      here.first_sample += first;  // [S, D]: dropout takes rows for samples
+    } else {
+      if (here.seq_len == 0) here.seq_len = context_->sequence;
+      here.first_column += first;
+    }
     const nn::SampleScope scope(here);
     // The mask of dropout is that of its positions, whichever operators draw it.
     if (context_->trace && dynamic_cast<nn::DropoutImpl*>(&module)) {

@@ -1,5 +1,6 @@
 #include "tessera/tensor_parallel/vocabulary.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/ops/bitwise_or.h>
@@ -7,8 +8,8 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
-#include "tessera/nn/parameter.h"
 #include "tessera/nn/cut_parameter.h"
+#include "tessera/nn/parameter.h"
 
 // Gathering logits would send the vocabulary's size for every token; the loss needs three numbers of them. Sums of exponentials are taken against each rank's
 // own largest logit, and corrected when the largest of all is known; the logit of the target lies on one rank and is zero on the others, so a sum finds it. An
@@ -33,6 +34,7 @@ class Embedding : public nn::Interceptor {
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const at::Tensor ids = inputs[0].toTensor();
+    require_known(ids, module.path());
     nn::Values outputs = own(*context_, module.path(), TensorLayout::Partial, [&]() -> nn::Values {
       const at::Tensor elsewhere = at::bitwise_or(ids < rows_.first, ids >= rows_.first + rows_.size);
       inputs[0] = (ids - rows_.first).masked_fill_(elsewhere, 0);
@@ -47,6 +49,16 @@ class Embedding : public nn::Interceptor {
   }
 
  private:
+  /// Each rank would take what none has for another's. A device would have to be waited for.
+  void require_known(const at::Tensor& ids, const std::string& path) const {
+    if (!ids.is_cpu() || ids.numel() == 0) return;
+    const at::Tensor plain = ids.to(at::kLong).contiguous();  // itself, as a rule
+    const auto [least, most] = std::minmax_element(plain.const_data_ptr<int64_t>(), plain.const_data_ptr<int64_t>() + plain.numel());
+    const int64_t low = *least, high = *most;
+    require(low >= 0 && high < rows_.total, "VocabParallelEmbedding of '", path, "': id ", low < 0 ? low : high, " is not in the vocabulary of ", rows_.total,
+            " entries (0 to ", rows_.total - 1, ")");
+  }
+
   std::shared_ptr<Context> context_;
   VocabParallelEmbedding style_;
   Rows rows_;

@@ -23,6 +23,7 @@
 #include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/sequential.h"
+#include "tests/refusal.h"
 #include "tests/test_device.h"
 
 namespace tessera::nn {
@@ -60,6 +61,58 @@ TEST(Materialize, ATableMayBeFilledElementByElement) {
   const auto model = on_meta([] { return std::make_shared<Table>(); });
   materialize(*model, 1, testing_support::test_device());
   EXPECT_TRUE(at::equal(model->buffers()[0], Table().buffers()[0]));
+}
+
+/// Of a constructor that makes it by `make`.
+struct Made : torch::nn::Module {
+  using Make = std::function<at::Tensor()>;
+  explicit Made(const Make& make) { table = register_buffer("table", make()); }
+  at::Tensor table;
+};
+
+TEST(Materialize, ATableMayBeMadeByOperatorsThatCountOnTheHost) {
+  const auto numbers = [] { return at::arange(1, 7, at::kFloat); };
+  static const float kValues[] = {3, 1, 2};
+  const std::vector<Made::Make> makes{
+      [&] { return numbers().repeat({2, 1}); },
+      [&] { return at::tile(numbers(), {2, 2}).log(); },
+      [&] { return numbers().repeat_interleave(2); },
+      [&] { return torch::from_blob(const_cast<float*>(kValues), {3}).clone(); },
+      [&] { return numbers().unsqueeze(0).expand({3, 6}).contiguous(); },
+      [&] { return at::cumprod(1 - at::linspace(1e-4, 0.02, 10), 0); },
+      [&] { return at::einsum("i,j->ij", {numbers(), numbers()}).tril(); },
+  };
+  for (size_t i = 0; i < makes.size(); ++i) {
+    const auto model = on_meta([&] { return std::make_shared<Made>(makes[i]); });
+    EXPECT_TRUE(model->table.is_meta() || i == 3) << i;  // which has its numbers
+    materialize(*model, 1);
+    EXPECT_TRUE(at::equal(model->table, Made(makes[i]).table)) << i;
+  }
+}
+
+TEST(OnMetaTest, RefusesConstructorsThatLookAtValues) {
+  const auto numbers = [] { return at::arange(1, 7, at::kFloat); };
+  const std::vector<std::pair<Made::Make, std::string>> refused{
+      {[&] { return torch::tensor(std::vector<float>{1, 2, 3}); }, "torch::tensor of a vector"},
+      {[&] { return numbers().roll(2); }, "aten::roll"},
+      {[&] { return at::ones({2}) * numbers()[2].item<double>(); }, "aten::_local_scalar_dense"},
+      {[&] {
+         const at::Tensor table = at::empty({3});
+         table.accessor<float, 1>()[0] = 1;
+         return table;
+       },
+       "an accessor"},
+  };
+  for (const auto& [make, named] : refused) {
+    EXPECT_THAT(testing_support::refusal([&, &make = make] { (void)on_meta([&] { return std::make_shared<Made>(make); }); }),
+                AllOf(HasSubstr(named), HasSubstr("from_blob")));
+    EXPECT_THAT(testing_support::refusal([&, &make = make] {
+                  (void)on_meta([] { return std::make_shared<torch::nn::LinearImpl>(2, 2); }, [&](torch::nn::Module&) { (void)make(); });
+                }),
+                HasSubstr(named));
+  }
+  EXPECT_THROW((void)on_meta([] { return std::make_shared<Made>([] { return at::ones({2}).view({3}); }); }), c10::Error)
+      << "the program's own mistakes are its own";
 }
 
 TEST(Materialize, RefusesWhatWasWrittenAfterOnMeta) {

@@ -6,6 +6,7 @@
 #include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "support.h"
 #include "tessera/comm/backends/record.h"
@@ -230,6 +231,25 @@ TEST(Overlap, RowProductsAreTheSumOfTheTerms) {
         EXPECT_LE(worst(d_weight, weight.grad()), rounding(dtype)) << dtype;
       });
     }
+  }
+}
+
+/// What goes through them would count as a constant in a second derivative.
+TEST(Overlap, ASecondDerivativeIsRefusedByName) {
+  for (const TensorLayout side : {TensorLayout::Sequence, TensorLayout::Replicated}) {
+    run_ranks(2, [&](World& world) {
+      Layers layers(world, at::kDouble, 7);
+      const bool sequence = side == TensorLayout::Sequence;
+      const at::Tensor whole = numbers({2, 7, 6}).to(at::kDouble), x = (sequence ? part_of(whole, 2, world.rank()) : whole.clone()).requires_grad_();
+      const at::Tensor z = numbers({2, 7, 4}, 3 + world.rank()).to(at::kDouble).requires_grad_();
+      const auto second = [&](const at::Tensor& y, const at::Tensor& of) {
+        const at::Tensor slope = torch::autograd::grad({y.square().sum()}, {of}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+        slope.square().sum().backward();
+      };
+      const auto refused = ::testing::ThrowsMessage<ConfigError>(HasSubstr("tensor.overlap: its gradient was differentiated once more"));
+      EXPECT_THAT([&] { second(tensor_parallel::multiply_columns(layers.context, x, side, {layers.first.get()}).products[0], x); }, refused);
+      EXPECT_THAT([&] { second(tensor_parallel::multiply_rows(layers.context, z, *layers.row, side), z); }, refused);
+    });
   }
 }
 

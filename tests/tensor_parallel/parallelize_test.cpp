@@ -240,6 +240,79 @@ TEST(TensorParallel, AnotherDtypeAfterTheCutIsRefusedAtTheNextForward) {
   });
 }
 
+/// As weights are tied: the second layer's own stays registered, and computes nothing.
+struct TiedSquareImpl : nn::Module {
+  TiedSquareImpl() {
+    register_module("a", a);
+    register_module("b", b);
+    b->weight = a->weight;
+    nn::assign_paths(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return b(a(x)); }
+  nn::Linear a{6, 6}, b{6, 6};
+};
+TESSERA_MODULE(TiedSquare);
+
+TEST(TensorParallel, TiedWeightsAreCutAlikeOrRefusedByName) {
+  run_ranks(2, [&](World& world) {
+    const auto refusal = [&](const ParallelPlan& plan) {
+      TiedSquare net;
+      return testing_support::refusal([&] { (void)parallelize_module(net, world.group(), plan); });
+    };
+    const ColumnParallel whole{.output = TensorLayout::Replicated};
+    EXPECT_THAT(refusal({{"a", ColumnParallel{}}, {"b", RowParallel{}}}),
+                AllOf(HasSubstr("RowParallel of 'b'"), HasSubstr("ColumnParallel of 'a'"), HasSubstr("untie")));
+    EXPECT_THAT(refusal({{"a", whole}}), AllOf(HasSubstr("'b' shares a weight"), HasSubstr("ColumnParallel of 'a'")));
+    TiedSquare net;
+    EXPECT_NO_THROW((void)parallelize_module(net, world.group(), {{"a", whole}, {"b", whole}}));
+  });
+}
+
+/// tokens [S] -> embedding [S, D] -> dropout -> gated: the sequence is dimension 0.
+struct OneSequenceImpl : nn::Module {
+  OneSequenceImpl() {
+    register_module("embed", embed);
+    register_module("drop", drop);
+    register_module("gated", gated);
+    nn::assign_paths(*this);
+  }
+  at::Tensor forward(const at::Tensor& tokens) { return gated(drop(embed(tokens))); }
+  nn::Embedding embed{29, 10};
+  nn::Dropout drop{0.5};
+  Gated gated{10, 17};
+};
+TESSERA_MODULE(OneSequence);
+
+TEST_P(WorldSizes, MasksOfASequenceWithoutABatchAreThoseOfOneDevice) {
+  const auto [ranks, stated] = GetParam();
+  const at::Tensor tokens = sample(1, 11, 29).tokens[0];
+  const auto made = [&](OneSequence& net) {
+    const nn::SampleScope scope({.seed = 3, .step = 2, .first_sample = 4, .seq_len = stated ? 11 : 0});
+    return net(tokens);
+  };
+  const auto build = [] {
+    auto net = on_meta([] { return OneSequence(); });
+    return net;
+  };
+  OneSequence whole = build();
+  materialize(whole, 5);
+  const at::Tensor want = made(whole).detach();
+  const auto stream = TensorLayout::Sequence;
+  run_ranks(ranks, [&](World& world) {
+    OneSequence net = build();
+    const auto tensor = parallelize_module(net, world.group(),
+                                           {{"embed", VocabParallelEmbedding{.output = stream}},
+                                            {"drop", SequenceParallel{}},
+                                            {"gated", PrepareInput{.from = stream, .to = TensorLayout::Copied}},
+                                            {"gated.w1", ColumnParallel{.input = TensorLayout::Copied}},
+                                            {"gated.w3", ColumnParallel{.input = TensorLayout::Copied}},
+                                            {"gated.w2", RowParallel{}}});
+    materialize(net, 5);
+    const at::Tensor y = made(net).detach();
+    EXPECT_LT((y - want).abs().max().item<double>(), 1e-5);
+  });
+}
+
 TEST(TensorParallel, Refusals) {
   run_ranks(2, [](World& world) {
     const auto refusal = [&](const ParallelPlan& plan) -> std::string {

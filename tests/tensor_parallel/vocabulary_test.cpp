@@ -1,6 +1,7 @@
 #include <memory>
 
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "support.h"
@@ -9,6 +10,7 @@
 #include "tessera/comm/world.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/linear_cross_entropy.h"
+#include "tests/refusal.h"
 
 /// The head whose vocabulary is cut, against libtorch's own cross-entropy of whole logits.
 namespace tessera {
@@ -130,6 +132,19 @@ TEST_P(VocabularyHead, PlainOperatorsMeetAsTheFusedOneDoes) {
       }
     }
   }
+}
+
+/// Each rank would take it for another's, and look up zeros.
+TEST(VocabularyHeads, AnIdThatIsInNoVocabularyIsRefused) {
+  run_ranks(2, [&](World& world) {
+    nn::Embedding embedding(kVocabulary, kHidden);
+    const auto tensor = parallelize_module(*embedding, world.group(), {{"", VocabParallelEmbedding{}}});
+    for (const int64_t id : {int64_t{-1}, int64_t{kVocabulary}, int64_t{1} << 40}) {
+      EXPECT_THAT(refusal([&] { (void)embedding(at::full({1, 3}, id, at::kLong)); }), ::testing::HasSubstr("id " + std::to_string(id) + " is not in"));
+    }
+    EXPECT_NO_THROW((void)embedding(at::full({1, 3}, kVocabulary - 1, at::kLong)));
+    EXPECT_NO_THROW((void)embedding(at::empty({0, 3}, at::kLong)));
+  });
 }
 
 TEST(VocabularyHeads, EvaluationIsThePlainCrossEntropy) {
