@@ -64,10 +64,11 @@ struct HookTensor {
   enum class Across {
     Equal,  ///< every rank holds the same
     Sum,    ///< each rank holds its own, and what matters is their sum: another number of ranks deals it anew
+    Mean,   ///< the same, of their mean
   };
   std::string name;   ///< of the hook, the tensor and the parameter, such as "powersgd.error.layers.0.mlp.w1.weight"
   at::Tensor tensor;  ///< the live one: copy into it to load
-  Slice slice;        ///< which part of which logical tensor it is; the ranks of a Sum are no dimension of it
+  Slice slice;        ///< which part of which logical tensor it is; the ranks of a Sum or Mean are no dimension of it
   Across across = Across::Equal;
 };
 
@@ -104,6 +105,9 @@ class CommunicationHook {
   /// before a step of parameters that were frozen until then, with these alone.
   /// The place to allocate what is carried from step to step, so that a plan sees it.
   virtual void prepare(const std::vector<nn::NamedParameter>& parameters, const std::vector<at::ScalarType>& dtypes, const comm::Group& group);
+
+  /// Before `prepare`: whether what the hook leaves is divided by the number of ranks (DdpOptions::average). What it owes is then in another unit.
+  virtual void set_average(bool /*average*/) {}
 
   /// Before the first bucket of each step.
   virtual void begin_step() {}

@@ -156,7 +156,10 @@ class DistributedDataParallel::Impl final : public BucketedStep {
       added.push_back(parameters_[i]);
       dtypes.push_back(spec(i).dtype);
     }
-    if (!added.empty()) options_.hook->prepare(added, dtypes, group_);
+    if (!added.empty()) {
+      options_.hook->set_average(options_.average);
+      options_.hook->prepare(added, dtypes, group_);
+    }
     const auto count = std::ranges::count(trained_, true);
     bucket_site_ = site("bucket");  // ranks that disagree show it under comm.check
     if (count < std::ssize(trained_)) bucket_site_ += detail::concat(", ", count, " of ", trained_.size(), " parameters trained");

@@ -257,7 +257,10 @@ std::vector<HookTensor> PowerSgd::state() const {
   std::vector<HookTensor> tensors;
   for (const std::string& name : names_) {
     const Matrix& matrix = matrices_.at(name);
-    HookTensor error{.name = "powersgd.error." + name, .tensor = matrix.shaped, .slice = matrix.slice, .across = HookTensor::Across::Sum};
+    HookTensor error{.name = "powersgd.error." + name,
+                     .tensor = matrix.shaped,
+                     .slice = matrix.slice,
+                     .across = average_ ? HookTensor::Across::Mean : HookTensor::Across::Sum};
     HookTensor q{.name = "powersgd.q." + name, .tensor = matrix.q, .slice = {}};
     error.slice.name = error.name;
     q.slice = Slice::whole(q.name, matrix.q.sizes().vec());

@@ -35,8 +35,8 @@ struct PowerSgdOptions {
 /// What ranks that compute one model together (tensor parallelism) hold alike crosses whole, too: they must stay one, and errors that are fed back would part
 /// them, a last bit first.
 ///
-/// A gradient that is not finite on one rank comes out so on all, and what that matrix owes and its Q stay as they were: who skips the step goes on. What is owed
-/// is in the unit of the gradients; behind a loss scale that changes it would be in another's, so use the one or the other.
+/// A gradient that is not finite on one rank comes out so on all, and what that matrix owes and its Q stay as they were: who skips the step goes on. What is
+/// owed is in the unit of the gradients; behind a loss scale that changes it would be in another's, so use the one or the other.
 ///
 /// The error after a step depends on the rank, and is part of a checkpoint (`state`). Works for fp32 and fp64 gradients; prepare throws ConfigError for others.
 class PowerSgd final : public CommunicationHook {
@@ -45,10 +45,11 @@ class PowerSgd final : public CommunicationHook {
   explicit PowerSgd(PowerSgdOptions options = {});
 
   void prepare(const std::vector<nn::NamedParameter>& parameters, const std::vector<at::ScalarType>& dtypes, const comm::Group& group) override;
+  void set_average(bool average) override { average_ = average; }
   void begin_step() override;
   std::unique_ptr<BucketReduction> start(GradientBucket& bucket, GradientChannel& channel) override;
 
-  /// "powersgd.error.<parameter>" in the parameter's shape (Sum), and "powersgd.q.<parameter>" [r, m] (Equal).
+  /// "powersgd.error.<parameter>" in the parameter's shape (Sum, or Mean where gradients are averaged), and "powersgd.q.<parameter>" [r, m] (Equal).
   std::vector<HookTensor> state() const override;
 
   /// What is carried for one compressed matrix [n, m] as it lies in memory.
@@ -63,6 +64,7 @@ class PowerSgd final : public CommunicationHook {
 
  private:
   PowerSgdOptions options_;
+  bool average_ = false;
   int64_t step_ = 0;                        ///< of the run, from 1
   std::vector<std::string> names_;          ///< of compressed parameters, in the order of registration
   std::map<std::string, Matrix> matrices_;  ///< by parameter

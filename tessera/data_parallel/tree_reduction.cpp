@@ -17,6 +17,7 @@
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/late_parameters.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/nn/step_protocol.h"
 #include "tessera/nn/weight_gradients.h"
 #include "tessera/nn/write_watch.h"
@@ -53,6 +54,7 @@ class TreeReduction::Impl {
                    .abandon = [this] { abandon(); },
                    .plain_loop_refusal = several() ? "an engine that tells apart whose micro-batch a gradient is of calls begin_step before" : ""}) {
     const comm::CallSite site("tree.start");
+    nn::require_same_parts("TreeReduction", parameters_, {group_});
     equalize_replicas(module_, group_, options_.replicas, options_.only);
     if (options_.buffers != BufferBroadcast::Never) broadcast_buffers(module_, group_);
     for (size_t i = 0; i < parameters_.size(); ++i) {

@@ -27,6 +27,7 @@
 #include "tessera/nn/experts.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meanwhile.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/nn/weight_gradients.h"
 
 // The model has sorted its rows by expert, so what goes to a rank lies together: one all-to-all, without packing. What comes lies by rank, and within that by
@@ -172,6 +173,7 @@ void cut_experts(const nn::GroupedExpertsImpl& experts, const comm::Group& group
   const int64_t rows = part.shape[0] / experts.experts();
   part.boxes = {Box{{first * rows, begin}, {here * rows, width}}};
   nn::cut_parameter(experts.w2, std::move(part));
+  for (const at::Tensor& weight : {experts.w1, experts.w2, experts.w3}) nn::note_dealt(weight, group, group.rank(), 1, "expert_parallel");
 }
 
 }  // namespace

@@ -24,6 +24,7 @@
 #include "tessera/nn/module.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/shared_memory.h"
+#include "tessera/nn/sharing.h"
 
 // Here the parts meet: the plan says which parameters form a unit, units hold memory and make the collectives, the step says what is whole and what is due, and
 // a trigger, by calls or by operators, tells it which unit is used. None knows the one above it. A slice looks like any other tensor: who is cut already is
@@ -130,6 +131,7 @@ class FullyShardedDataParallel::Impl {
       return;
     }
     cut_parameters().check_none(plan);
+    nn::require_same_parts("fully_shard", parameters_of(plan), {group_, options_.replicate});
     nn::refuse_shared_memory("fully_shard", module_, parameters_of(plan));
     const comm::CallSite site("fsdp.start");
     if (has_values(own_parameters())) {

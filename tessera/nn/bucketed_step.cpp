@@ -14,6 +14,7 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
+#include "tessera/nn/sharing.h"
 
 // Collectives of a group meet by their order, and ranks may come by their gradients in different orders. So the order is the plan's and never that of arrival:
 // a bucket that is complete waits until all before it have started. For the same reason a rank never stops in the middle of a step: what is wrong with its
@@ -56,6 +57,7 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
   nn::drop_apart(module_, place);
   std::erase_if(options_.groups, [](const comm::Group& group) { return group.size() == 1; });
   refuse_slices();
+  nn::require_same_parts(options_.technique, parameters_, options_.groups);
   for (const nn::NamedParameter& parameter : parameters_) hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_));
   if (active()) {
     listen();

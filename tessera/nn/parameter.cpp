@@ -18,6 +18,12 @@ namespace tessera::nn {
 
 namespace {
 
+/// Ranks of the world that hold other elements of a parameter.
+struct Dealt {
+  std::string by, axis;
+  std::vector<int> others;
+};
+
 /// What we know about a parameter, kept in the slot that TensorImpl has for a backend's own data: it dies with the tensor, is handed to detached aliases,
 /// and needs no table beside the tensors. Never changed once set, since aliases share it.
 struct ParameterData : c10::BackendMeta {
@@ -27,6 +33,7 @@ struct ParameterData : c10::BackendMeta {
   std::shared_ptr<const Origin> origin;
   bool keeps_memory = false, kept_beside = false, follows = false;
   std::vector<Sharing> sharings;
+  std::vector<Dealt> dealt;
   std::shared_ptr<const DividedModel> divided;
   std::optional<Along> along;
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> updated_for, drawn_as;
@@ -50,6 +57,7 @@ void change(const at::Tensor& tensor, Change&& how) {
     data->kept_beside = before->kept_beside;
     data->follows = before->follows;
     data->sharings = before->sharings;
+    data->dealt = before->dealt;
     data->divided = before->divided;
     data->along = before->along;
     data->updated_for = before->updated_for;
@@ -191,6 +199,33 @@ void add_sharing(const at::Tensor& parameter, Sharing sharing) {
     for (const Sharing& known : data.sharings) invariant(known.axis != sharing.axis, "who shares a parameter over ", sharing.axis, " is said twice");
     data.sharings.push_back(std::move(sharing));
   });
+}
+
+void note_dealt(const at::Tensor& parameter, const comm::Group& group, int first, int holders, const std::string& by) {
+  Dealt dealt{.by = by, .axis = group.name(), .others = {}};
+  for (int member = 0; member < group.size(); ++member) {
+    if (member < first || member >= first + holders) dealt.others.push_back(group.world_rank(member));
+  }
+  change(parameter, [&](ParameterData& data) { data.dealt.push_back(std::move(dealt)); });
+}
+
+void require_same_parts(const std::string& technique, const std::vector<NamedParameter>& parameters, const std::vector<comm::Group>& groups) {
+  for (const auto& [name, tensor, aliases] : parameters) {
+    const auto data = data_of(tensor);
+    if (!data) continue;
+    for (const Dealt& dealt : data->dealt) {
+      for (const comm::Group& group : groups) {
+        for (int member = 0; group.size() > 1 && member < group.size(); ++member) {
+          const int rank = group.world_rank(member);
+          if (std::ranges::find(dealt.others, rank) == dealt.others.end()) continue;
+          throw ConfigError(detail::concat(technique, ": '", name, "' is dealt over ", dealt.axis, " by ", dealt.by, ", and rank ", rank,
+                                           " of the world, which ", group.name(),
+                                           " has as well, holds another part of it: give the group of ranks that hold the same part, such as ",
+                                           "mesh[\"dp\"], or leave the parameter to another wrapper (`only`; of experts experts_of)"));
+        }
+      }
+    }
+  }
 }
 
 std::vector<Sharing> sharings_of(const at::Tensor& tensor) {

@@ -29,6 +29,13 @@ void add_sharing(const at::Tensor& parameter, Sharing sharing);
 /// Of a parameter, or of what is updated in its place (set_updated_for). None: every rank that computes with it has all of it, or there is but one.
 std::vector<Sharing> sharings_of(const at::Tensor& tensor);
 
+/// Notes that the members of `group` outside of `first` .. `first + holders` hold other elements of the parameter, and who dealt them (`by`, for messages).
+void note_dealt(const at::Tensor& parameter, const comm::Group& group, int first, int holders, const std::string& by);
+
+/// Whoever sums gradients over ranks, or cuts parameters over them, takes them for holders of the same elements. Throws ConfigError, by name, where one of
+/// `groups` has a rank that holds others: a wrapper over the ranks of tensor or expert parallelism would add up what does not belong together.
+void require_same_parts(const std::string& technique, const std::vector<NamedParameter>& parameters, const std::vector<comm::Group>& groups);
+
 /// Whether the parameter, as it is now, has a Sharing for the axis: libtorch's set_data takes away what is known of it.
 bool is_shared_over(const at::Tensor& parameter, const std::string& axis);
 

@@ -106,6 +106,7 @@ class Builder {
       const auto found = sharings_.find(parameter.tensor.unsafeGetTensorImpl());
       nn::Sharing sharing = found == sharings_.end() ? everyone(/*is_term=*/false) : found->second;
       sharing.even = even_;
+      if (sharing.sets > 1) nn::note_dealt(parameter.tensor, context_->group, sharing.first, sharing.holders, "parallelize_module");
       nn::add_sharing(parameter.tensor, std::move(sharing));
     }
     return std::make_unique<TensorParallel>(context_->group, context_, std::move(attached_));

@@ -43,7 +43,7 @@ constexpr const char* kLastCopy = "@last";
 /// What a hook carries, as a checkpoint has it.
 struct Carried {
   HookTensor held;
-  int row = 0, rows = 1;  ///< of a Sum: this rank's place among those that hold terms
+  int row = 0, rows = 1;  ///< of a Sum or Mean: this rank's place among those that hold terms
   std::string stand_in;   ///< where the checkpoint does not have it: what is as good; may be empty
 };
 
@@ -76,7 +76,7 @@ std::vector<Carried> state_of(const HookShares& hooks, const comm::Group& data) 
 
 bool fits(const checkpoint::StoredTensor& stored, const HookTensor& held) {
   std::vector<int64_t> shape = stored.shape;
-  if (held.across == HookTensor::Across::Sum) {
+  if (held.across != HookTensor::Across::Equal) {
     if (shape.empty()) return false;
     shape.erase(shape.begin());
   }
@@ -87,6 +87,7 @@ bool fits(const checkpoint::StoredTensor& stored, const HookTensor& held) {
 struct Share {
   at::Tensor total;  ///< the hook's
   at::Tensor rows;   ///< [saved ranks that fall to this one, ...]; may be none
+  double factor;     ///< of a mean: ranks over saved ranks
 };
 
 /// Row by row, so that a single one arrives to the bit.
@@ -100,6 +101,7 @@ void add_up(const Share& share) {
       total.add_(share.rows[row]);
     }
   }
+  if (share.factor != 1) total.mul_(share.factor);
 }
 
 }  // namespace
@@ -159,7 +161,8 @@ std::vector<std::string> load_hook_state(const HookShares& hooks, const ResumePo
     const auto [begin, size] = chunk(saved_ranks, rows, row);
     std::vector<int64_t> shape = held.tensor.sizes().vec();
     shape.insert(shape.begin(), size);
-    shares.push_back({held.tensor, at::empty(shape, held.tensor.options())});
+    const double factor = held.across == HookTensor::Across::Mean ? static_cast<double>(rows) / static_cast<double>(saved_ranks) : 1;
+    shares.push_back({held.tensor, at::empty(shape, held.tensor.options()), factor});
     if (size > 0) targets.push_back({shares.back().rows, stacked(held.slice, saved_ranks, begin, size)});
   }
   checkpoint::load(resume.folder, resume.manifest, targets, {.verify = verify, .ignore_prefixes = {""}});

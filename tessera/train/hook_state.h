@@ -27,16 +27,16 @@ struct HookShares {
 HookShares hook_shares(const Composition& run);
 
 /// What the communication hooks of a run's parts carry from step to step, as a checkpoint keeps it: "hook.<name>". Where ranks hold different values
-/// (HookTensor::Across::Sum) the logical tensor has one more dimension in front, the ranks of `data`, and each rank holds its own row. Names are the
+/// (HookTensor::Across::Sum, Mean) the logical tensor has one more dimension in front, the ranks of `data`, and each rank holds its own row. Names are the
 /// parameters', so it does not matter which stage has them; of what the first and the last stage both have (tied embeddings) there is a row for each copy, and
 /// what all ranks of one copy hold alike is the last stage's under "hook.<name>@last". Where layers are cut over several ranks, each has its own,
 /// "hook.<name>@tp0of2". Views.
 std::vector<checkpoint::SlicedTensor> hook_tensors(const HookShares& hooks, const comm::Group& data);
 
 /// Fills what the hooks carry from a checkpoint of any layout. On as many ranks as saved it, each gets its own back, to the bit. On another number, the saved
-/// rows are dealt over the ranks and added up, so that their sum stays. What the checkpoint does not have, or has in another shape (another rank of the
-/// approximation), starts afresh. Returns what is to be said aloud, of all ranks that hold other parts of the model: what starts afresh, and what is left
-/// unread. Collective over the ranks of the pipeline and those that layers are cut over.
+/// rows are dealt over the ranks and added up, so that their sum stays, or where gradients are averaged their mean. What the checkpoint does not have, or has
+/// in another shape (another rank of the approximation), starts afresh. Returns what is to be said aloud, of all ranks that hold other parts of the model: what
+/// starts afresh, and what is left unread. Collective over the ranks of the pipeline and those that layers are cut over.
 std::vector<std::string> load_hook_state(const HookShares& hooks, const ResumePoint& resume, const comm::Group& data, bool verify);
 
 }  // namespace tessera

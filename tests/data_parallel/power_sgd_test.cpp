@@ -103,7 +103,7 @@ Account account_of(int ranks, int steps, bool forget_errors) {
       }
       if (!forget_errors) continue;
       for (const HookTensor& held : hook->state()) {
-        if (held.across == HookTensor::Across::Sum) held.tensor.zero_();
+        if (held.across != HookTensor::Across::Equal) held.tensor.zero_();
       }
     }
     const auto owed = total_errors(net, *hook, world.group());

@@ -204,6 +204,31 @@ TEST(SplitRanks, StagesThatAreNeverTrainedRunNoBackward) {
   }
 }
 
+/// Linear -> dropout, of the root's own -> Linear, and dropout by the root's own mode.
+struct Dropping : torch::nn::Module {
+  Dropping() {
+    register_module("first", first);
+    register_module("drop", drop);
+    register_module("second", second);
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::dropout(second(drop(first(x))), 0.5, is_training()); }
+  torch::nn::Linear first{6, 6}, second{6, 6};
+  torch::nn::Dropout drop{0.5};
+};
+
+/// What no stage owns, for it has no parameters, is in the mode of the stages that it is called in.
+TEST(SplitRanks, AStageInEvaluationDropsNothing) {
+  const at::Tensor x = at::randn({4, 6});
+  const auto model = std::make_shared<Dropping>();
+  const auto split = pipeline::split(model, {x}, {{"second", Beginning}});
+  for (int number = 0; number < split.stages(); ++number) split.module(number)->eval();
+  EXPECT_FALSE(model->drop->is_training());
+  EXPECT_FALSE(model->is_training());
+  for (int number = 0; number < split.stages(); ++number) split.module(number)->train();
+  EXPECT_TRUE(model->drop->is_training());
+  EXPECT_TRUE(model->is_training());
+}
+
 TEST(SplitRanks, DifferentGraphsAreRefusedOnEveryRank) {
   const auto run = [] {
     comm::run_ranks(2, [](comm::World& world) {

@@ -2,7 +2,11 @@
 
 #include <csignal>
 
+#include <torch/nn/modules/linear.h>
+
 #include "tessera/checkpoint/peft.h"
+#include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/data_parallel/power_sgd.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
 #include "tests/train/resume_fixture.h"
@@ -320,6 +324,52 @@ TEST_F(CutPlans, WhatTensorParallelRanksHoldAlikeStaysOneUnderPowerSgd) {
   ASSERT_EQ(first.size(), second.size());
   EXPECT_TRUE(first.contains("embed_positions.weight"));
   for (const auto& [name, tensor] : first) EXPECT_TRUE(at::equal(second.at(name), tensor)) << name;
+}
+
+/// A program's own loop: what is owed is in each rank's unit, which with average is that of the mean.
+class HookState : public ResumeFixture {};
+
+TEST_F(HookState, WhatIsOwedIsPaidOnceOnAnyNumberOfRanks) {
+  constexpr int64_t size = 12;
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  const at::Tensor weight = at::randn({size, size}, generator), x = at::randn({size, size}, generator), y = at::randn({size, size}, generator);
+  for (const bool average : {false, true}) {
+    const std::filesystem::path dir = folder_ / (average ? "mean" : "sum");
+    double wanted = 0;
+    for (const int ranks : {2, 3, 4, 5}) {
+      comm::run_ranks(ranks, [&](comm::World& world) {
+        torch::nn::Linear net(torch::nn::LinearOptions(size, size).bias(false));
+        net->weight.data().copy_(weight);
+        const auto hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 1, .start = 0});
+        DistributedDataParallel ddp(*net, world.group(), {.average = average, .hook = hook});
+        const auto gradient = [&](double scale) {
+          net->zero_grad();
+          const auto [begin, own] = chunk(size, ranks, world.rank());
+          const at::Tensor loss = (net(x.narrow(0, begin, own)) - y.narrow(0, begin, own)).square().sum() / static_cast<double>(average ? own : size);
+          (loss * scale).backward();
+          return net->weight.grad().clone();
+        };
+        const HookShares shares{.parts = {{hook.get(), 0}}};
+        if (ranks == 2) {
+          gradient(1);
+          checkpoint::CheckpointState state;
+          state.step = 1;
+          state.tensors = hook_tensors(shares, world.group());
+          checkpoint::save(dir, state, world.group());
+        } else {
+          gradient(0);  // what the hook carries exists from its first step on
+          const auto saved = checkpoint::find_latest(dir).folder.value();
+          EXPECT_TRUE(load_hook_state(shares, {.folder = saved, .manifest = checkpoint::read_manifest(saved)}, world.group(), /*verify=*/true).empty());
+        }
+        at::Tensor paid = at::zeros({size, size});
+        for (int step = 0; step < 60; ++step) paid.add_(gradient(0));
+        if (world.rank() > 0) return;
+        if (ranks == 2) wanted = paid.norm().item<double>();
+        EXPECT_GT(wanted, 1);
+        EXPECT_NEAR(paid.norm().item<double>(), wanted, 1e-4 * wanted) << ranks << " ranks, average " << average;
+      });
+    }
+  }
 }
 
 }  // namespace

@@ -247,4 +247,25 @@ TEST(TwoDimensions, ClippingAsWithoutCutLayersNamesWhatToWrite) {
   });
 }
 
+/// A wrapper over ranks that hold other parts of the same parameters would add up what does not belong together.
+TEST(TwoDimensions, WrappersOverTheRanksOfTheCutAreRefusedByName) {
+  run_ranks(2, [](World& world) {
+    const auto refused = [&](const auto& wrap) {
+      const tessera::Mesh mesh(world, {{"dp", 1}, {"tp", 2}});
+      Net model = tessera::on_meta([] { return Net(); });
+      const auto parallel = tessera::parallelize_module(model, mesh["tp"], net_plan());
+      tessera::materialize(model, 1);
+      EXPECT_THAT(tessera::testing_support::refusal([&] { wrap(model); }),
+                  ::testing::AllOf(HasSubstr("is dealt over tp by parallelize_module"), HasSubstr("mesh[\"dp\"]")));
+    };
+    const auto group = world.group();
+    refused([&](Net& model) { (void)tessera::fully_shard(model, group); });
+    refused([&](Net& model) { (void)tessera::fully_shard(model, tessera::comm::Group::self(), {.replicate = group}); });
+    for (const auto start : {tessera::ReplicaStart::Check, tessera::ReplicaStart::Broadcast}) {
+      refused([&](Net& model) { const tessera::DistributedDataParallel wrapped(*model, group, {.replicas = start}); });
+      refused([&](Net& model) { const tessera::ShardedDataParallel wrapped(*model, tessera::ShardGroups{.shard = group}, {.stage = 2, .replicas = start}); });
+    }
+  });
+}
+
 }  // namespace

@@ -6,8 +6,14 @@ namespace tessera::tape {
 
 namespace {
 
+/// What a stage has of a module. The module's own forward runs on the stage, and may ask it for its mode, as may what it has without parameters (dropout).
 struct PartOfModule final : torch::nn::Module {
-  explicit PartOfModule(const std::string& name) : torch::nn::Module(name) {}
+  explicit PartOfModule(torch::nn::Module& of) : torch::nn::Module(of.name()), whole(nn::share(of)) {}
+  void train(bool on = true) override {
+    whole->train(on);
+    torch::nn::Module::train(on);
+  }
+  std::shared_ptr<torch::nn::Module> whole;
 };
 
 std::string below(const std::string& path, const std::string& key) { return path.empty() ? key : path + "." + key; }
@@ -27,7 +33,7 @@ class Owner {
     look(module.named_parameters());
     look(module.named_buffers());
     if (all && (any || called_.contains(path))) return nn::share(module);
-    auto part = std::make_shared<PartOfModule>(module.name());
+    auto part = std::make_shared<PartOfModule>(module);
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       if (owned_.contains(below(path, item.key()))) part->register_parameter(item.key(), item.value(), item.value().requires_grad());
     }
@@ -52,7 +58,7 @@ class Owner {
 
 std::shared_ptr<torch::nn::Module> own_modules(torch::nn::Module& root, const std::set<std::string>& owned, const std::set<std::string>& called) {
   auto part = Owner(owned, called).part(root, "");
-  return part ? part : std::make_shared<PartOfModule>(root.name());
+  return part ? part : std::make_shared<PartOfModule>(root);
 }
 
 }  // namespace tessera::tape
