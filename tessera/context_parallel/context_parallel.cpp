@@ -88,6 +88,9 @@ class Core : public nn::Interceptor {
   void check(const nn::Module& module, const at::Tensor& q, const at::Tensor& k) const {
     require(context_->cut.has_value(), "context_parallel of '", module.path(), "': which columns the ranks hold is not known; call set_cut before the model");
     const int64_t columns = context_->cut->columns(context_->group.rank());
+    require(q.scalar_type() != at::kDouble || context_->options.method == ContextMethod::Ulysses, "context_parallel of '", module.path(),
+            "': q is Double, and ", to_string(context_->options.method),
+            " merges scores in fp32; compute in Float or BFloat16, or use ContextMethod::Ulysses, which merges nothing");
     require(q.size(1) == k.size(1), "context_parallel of '", module.path(), "': ", q.size(1), " queries to ", k.size(1),
             " keys; earlier keys of a cache are not cut over ranks, detach context parallelism for these calls");
     require(q.size(1) == columns, "context_parallel of '", module.path(), "': ", q.size(1), " columns, while set_cut says that rank ", context_->group.rank(),

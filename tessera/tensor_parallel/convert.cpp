@@ -16,10 +16,9 @@ namespace collective = comm::differentiable;
 using collective::Gradient;
 using enum TensorLayout;
 
-at::Tensor gather_sequence(const Context& context, const at::Tensor& x, Gradient gradient) {
-  const int64_t dim = sequence_dim(x), own = chunk(context.sequence, context.group.size(), context.group.rank()).second;
-  invariant(x.size(dim) == own, "a part of ", x.size(dim), " positions is not this rank's ", own, " of ", context.sequence);
-  return collective::all_gather(context.group, x, dim, context.sequence, gradient);
+at::Tensor gather_sequence(const Context& context, const std::string& path, const at::Tensor& x, Gradient gradient) {
+  require_part_of_sequence(context, path, x);
+  return collective::all_gather(context.group, x, sequence_dim(x), context.sequence, gradient);
 }
 
 constexpr int pair(TensorLayout from, TensorLayout to) { return static_cast<int>(from) * 8 + static_cast<int>(to); }
@@ -27,6 +26,14 @@ constexpr int pair(TensorLayout from, TensorLayout to) { return static_cast<int>
 }  // namespace
 
 int64_t sequence_dim(const at::Tensor& x) { return x.dim() > (x.is_floating_point() ? 2 : 1) ? 1 : 0; }
+
+void require_part_of_sequence(const Context& context, const std::string& path, const at::Tensor& x) {
+  const int64_t own = chunk(context.sequence, context.group.size(), context.group.rank()).second, size = x.size(sequence_dim(x));
+  require(size == own, "'", path, "' takes a part of ", size, " positions of a sequence, and of the one that was cut last, of ", context.sequence, ", rank ",
+          context.group.rank(), " has ", own,
+          ": one length of sequence is followed at a time. Pad the two to one length, or leave one of them uncut (output = "
+          "Replicated)");
+}
 
 bool convertible(TensorLayout from, TensorLayout to) {
   switch (pair(from, to)) {
@@ -83,7 +90,7 @@ nn::OutputLayout output_layout(const Context& context, const at::Tensor& output,
 
 namespace {
 
-at::Tensor moved(Context& context, const at::Tensor& x, TensorLayout from, TensorLayout to, int64_t features) {
+at::Tensor moved(Context& context, const std::string& path, const at::Tensor& x, TensorLayout from, TensorLayout to, int64_t features) {
   const comm::Group& group = context.group;
   if (to == Sequence && from != Sequence) context.sequence = x.size(sequence_dim(x));
   switch (pair(from, to)) {
@@ -94,9 +101,9 @@ at::Tensor moved(Context& context, const at::Tensor& x, TensorLayout from, Tenso
     case pair(Replicated, Features):
       return collective::split(group, x, -1);
     case pair(Sequence, Copied):
-      return gather_sequence(context, x, Gradient::Partial);
+      return gather_sequence(context, path, x, Gradient::Partial);
     case pair(Sequence, Replicated):
-      return gather_sequence(context, x, Gradient::Replicated);
+      return gather_sequence(context, path, x, Gradient::Replicated);
     case pair(Features, Replicated):
       return collective::all_gather(group, x, -1, features, Gradient::Replicated);
     case pair(Partial, Replicated):
@@ -121,11 +128,11 @@ Cut cut_of(const Context& context, const at::Tensor& tensor, TensorLayout layout
 }
 
 at::Tensor convert(Context& context, const std::string& path, const at::Tensor& x, TensorLayout from, TensorLayout to, int64_t features) {
-  if (!context.trace) return moved(context, x, from, to, features);
+  if (!context.trace) return moved(context, path, x, from, to, features);
   context.trace->takes(path, x, from, from == Sequence ? cut_of(context, x, Sequence) : Cut());
   if (from == to) return x;
   const LayoutTrace::Trusted own(context.trace);
-  const at::Tensor y = moved(context, x, from, to, features).alias();
+  const at::Tensor y = moved(context, path, x, from, to, features).alias();
   context.trace->gives(path, y, to, cut_of(context, y, to, to == Features ? even_shares(x.size(-1), context.group.size()) : std::vector<FeatureShare>()));
   return y;
 }

@@ -26,6 +26,9 @@ struct Context {
 /// Dimension along which a tensor of tokens is cut for Sequence: 1 of [B, S, D] and of ids [B, S], 0 of ids [S] and of what is looked up for them, [S, D].
 int64_t sequence_dim(const at::Tensor& x);
 
+/// Throws ConfigError, naming the module, where x is no part of the sequence that is under way: two lengths are.
+void require_part_of_sequence(const Context& context, const std::string& path, const at::Tensor& x);
+
 /// x, which lives as `from` says, as `to` asks; differentiable, and in every pair backward is the conjugate. S elements in the whole tensor, n ranks, elements
 /// sent per rank and pass:
 ///   Replicated -> Copied      nothing; backward an all-reduce, 2 (n-1)/n S

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "support.h"
+#include "tessera/kernels/choice.h"
 #include "tessera/nn/linear.h"
 #include "tests/refusal.h"
 #include "tests/test_device.h"
@@ -38,6 +39,24 @@ TEST(ContextParallelRefuses, WhatCannotBeCut) {
     EXPECT_THAT(refusal([&] { model(ones(4, 2), ones(4, 2), ones(4, 2), std::nullopt); }),
                 HasSubstr("2 query heads on each rank cannot be dealt over 3 ranks; at most 2 ranks"));
     EXPECT_THAT(refusal([&] { model(ones(4, 5), ones(4, 2), ones(4, 2), std::nullopt); }), HasSubstr("5"));
+  });
+}
+
+/// One rank would stop at a sum of two types, and the others wait.
+TEST(ContextParallelRefuses, DoubleWhereScoresAreMerged) {
+  comm::run_ranks(2, [](comm::World& world) {
+    const kernels::KernelChoiceGuard plainly(kernels::KernelChoice::Reference);
+    for (const auto method : {ContextMethod::Ring, ContextMethod::RingFull, ContextMethod::AllGather, ContextMethod::UlyssesRing, ContextMethod::Ulysses}) {
+      Attending model;
+      const auto context = context_parallel(model, world.group(), {.method = method, .ulysses = method == ContextMethod::UlyssesRing ? 1 : 0}, "core");
+      context->set_cut(SequenceCut::head_tail(8, 2));
+      const at::Tensor x = ones(4, 2).to(at::kDouble);
+      if (method == ContextMethod::Ulysses) {
+        EXPECT_NO_THROW(model(x, x, x, std::nullopt));
+      } else {
+        EXPECT_THAT(refusal([&] { model(x, x, x, std::nullopt); }), HasSubstr("merges scores in fp32"));
+      }
+    }
   });
 }
 

@@ -222,7 +222,10 @@ TEST(SplitTraining, ATiedWeightsGradientCountsOnceHoweverOftenItIsSummed) {
       return weight.grad().clone();
     };
     executor.run();
+    EXPECT_THAT(refusal([&] { pipeline::clip_grad_norm(split, plan, world.group(), 1.0); }),
+                AllOf(HasSubstr("'emb.weight'"), HasSubstr("sum_shared_gradients")));
     const at::Tensor once = sum();
+    EXPECT_NO_THROW(pipeline::clip_grad_norm(split, plan, world.group(), 1e9));
     EXPECT_TRUE(at::equal(sum(), once)) << "a second call";
     {
       const at::NoGradGuard no_grad;

@@ -313,6 +313,24 @@ TEST_P(WorldSizes, MasksOfASequenceWithoutABatchAreThoseOfOneDevice) {
   });
 }
 
+/// An encoder's sequence and a decoder's, which is cut behind it.
+TEST(TensorParallel, SequencesOfTwoLengthsAreRefusedByName) {
+  const auto stream = TensorLayout::Sequence;
+  run_ranks(2, [&](World& world) {
+    OneSequence net;
+    const auto tensor = parallelize_module(net, world.group(),
+                                           {{"embed", VocabParallelEmbedding{.output = stream}},
+                                            {"drop", SequenceParallel{}},
+                                            {"gated.w1", ColumnParallel{.input = stream}},
+                                            {"gated.w3", ColumnParallel{.input = stream}},
+                                            {"gated.w2", RowParallel{}}});
+    const at::Tensor first = net->embed(sample(1, 8, 29).tokens), second = net->embed(sample(1, 12, 29).tokens);
+    EXPECT_NO_THROW(net->drop(second));
+    EXPECT_THAT(testing_support::refusal([&] { net->drop(first); }), AllOf(HasSubstr("'drop' takes a part of 4 positions"), HasSubstr("one length")));
+    EXPECT_THAT(testing_support::refusal([&] { net->gated(first); }), AllOf(HasSubstr("'gated.w1'"), HasSubstr("one length")));
+  });
+}
+
 TEST(TensorParallel, Refusals) {
   run_ranks(2, [](World& world) {
     const auto refusal = [&](const ParallelPlan& plan) -> std::string {

@@ -7,6 +7,8 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/optim/clip.h"
@@ -23,7 +25,14 @@ std::vector<optim::NormGroup> counted_here(std::vector<optim::NormGroup> groups,
   const auto parameters = own.named_parameters();
   for (const tape::SharedParameter& shared : model.shared()) {
     const at::Tensor* const copy = parameters.find(shared.name);
-    if (copy == nullptr || holders_of(shared, schedule).front() == rank) continue;
+    const std::vector<int> holders = holders_of(shared, schedule);
+    if (copy == nullptr || holders.size() < 2) continue;
+    const auto* const dispatcher = nn::GradientDispatcher::find(*copy);
+    const bool whole = dispatcher == nullptr || dispatcher->owner() == nullptr || dispatcher->owner()->norm_group().size() == 1;  // of parts nothing is noted
+    require(!whole || !copy->requires_grad() || !copy->grad().defined() || model.summed().of(shared.name, *copy) == SummedGradients::State::Summed,
+            "clip_grad_norm: '", shared.name, "' is one parameter that stages on several ranks hold, and this rank's gradient is a term of its sum: call ",
+            "sum_shared_gradients behind the executor's run, before clipping and the update, or the copies drift apart");
+    if (holders.front() == rank) continue;
     for (auto& group : groups) std::erase_if(group.parameters, [&](const auto& parameter) { return nn::updated_for(parameter.tensor).is_same(*copy); });
   }
   return groups;
