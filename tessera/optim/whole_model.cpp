@@ -1,12 +1,18 @@
 #include "tessera/optim/whole_model.h"
 
+#include <unordered_map>
 #include <utility>
+
+#include <torch/nn/modules/embedding.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/embedding.h"
+#include "tessera/nn/experts.h"
+#include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/head.h"
+#include "tessera/nn/sharing.h"
 
 namespace tessera::optim {
 
@@ -34,10 +40,45 @@ void WholeModel::spread(const at::Tensor& mine, const at::Tensor& all) const {
 }
 
 void note_uses(WholeModel& model, const torch::nn::Module& root) {
-  for (const auto& module : root.modules()) {
-    if (const auto* embedding = dynamic_cast<const nn::EmbeddingImpl*>(module.get())) model.looked_up.insert(nn::slice_of(embedding->weight).name);
-    if (const auto* head = dynamic_cast<const nn::LanguageModelHeadImpl*>(module.get())) model.heads.insert(nn::slice_of(head->weight).name);
+  std::unordered_map<const c10::TensorImpl*, std::string> names;
+  for (const auto& parameter : nn::unique_parameters(root)) names.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.name);
+  const auto name_of = [&](const at::Tensor& weight) {
+    const auto found = names.find(weight.unsafeGetTensorImpl());
+    return found == names.end() ? nn::slice_of(weight).name : found->second;  // of one that follows another
+  };
+  const auto note = [&](const torch::nn::Module& module) {
+    if (const auto* embedding = dynamic_cast<const nn::EmbeddingImpl*>(&module)) model.looked_up.insert(name_of(embedding->weight));
+    if (const auto* embedding = dynamic_cast<const torch::nn::EmbeddingImpl*>(&module)) model.looked_up.insert(name_of(embedding->weight));
+    if (const auto* bag = dynamic_cast<const torch::nn::EmbeddingBagImpl*>(&module)) model.looked_up.insert(name_of(bag->weight));
+    if (const auto* head = dynamic_cast<const nn::LanguageModelHeadImpl*>(&module)) model.heads.insert(name_of(head->weight));
+    if (const auto* experts = dynamic_cast<const nn::GroupedExpertsImpl*>(&module)) {
+      for (const at::Tensor& weight : {experts->w1, experts->w2, experts->w3}) model.stacks[name_of(weight)] = experts->experts();
+    }
+  };
+  note(root);  // which may be on the stack
+  for (const auto& module : root.modules(/*include_self=*/false)) note(*module);
+}
+
+void note_held_elsewhere(WholeModel& model, const std::vector<nn::NamedParameter>& updated) {
+  std::set<std::string> counted;
+  for (const auto& parameter : nn::counted_once(updated)) counted.insert(parameter.name);
+  for (const auto& parameter : updated) {
+    if (!counted.contains(parameter.name)) model.held_elsewhere.insert(parameter.name);
   }
+}
+
+WholeModel whole_model(const torch::nn::Module& root) {
+  WholeModel model;
+  for (const auto& parameter : nn::unique_parameters(root)) model.parameters.push_back(Slice::whole(parameter.name, nn::slice_of(parameter.tensor).shape));
+  note_uses(model, root);
+  return model;
+}
+
+WholeModel whole_model(const torch::nn::Module& root, const GradientSynchronizer& wrapper, const std::optional<comm::Group>& ranks) {
+  WholeModel model = whole_model(root);
+  note_held_elsewhere(model, wrapper.updated());
+  model.ranks = ranks.value_or(wrapper.norm_group());
+  return model;
 }
 
 Places::Places(const std::vector<Slice>& parameters, const std::function<int64_t(const Slice&)>& numbers) {

@@ -15,6 +15,10 @@
 #include "tessera/layout/slice.h"
 #include "tessera/nn/parameter.h"
 
+namespace tessera {
+class GradientSynchronizer;
+}
+
 namespace tessera::optim {
 
 enum class Meeting { Sum, Max };
@@ -42,8 +46,19 @@ struct WholeModel {
   void spread(const at::Tensor& mine, const at::Tensor& all) const;
 };
 
-/// Notes which of the weights of `root` are looked up, and which make logits, under their logical names.
+/// Notes which of the weights of `root` are looked up (nn::Embedding, libtorch's Embedding and EmbeddingBag), which make logits (nn::LanguageModelHead), and
+/// which are stacks (nn::GroupedExperts), under the names that unique_parameters gives them.
 void note_uses(WholeModel& model, const torch::nn::Module& root);
+
+/// Notes which of `updated`, of this rank, another answers for in a sum.
+void note_held_elsewhere(WholeModel& model, const std::vector<nn::NamedParameter>& updated);
+
+/// `root` as an optimizer on one rank has to know it.
+WholeModel whole_model(const torch::nn::Module& root);
+
+/// And where `wrapper` synchronizes all of it: the ranks over which it shards. `ranks`, where layers are cut over more (tensor parallelism): those of both.
+/// A linear layer that makes logits looks like any other: add its weight's name to `heads`.
+WholeModel whole_model(const torch::nn::Module& root, const GradientSynchronizer& wrapper, const std::optional<comm::Group>& ranks = {});
 
 /// Where each parameter's numbers lie in one flat tensor that ranks meet over: those of all parameters one after another, whichever of them a rank holds.
 class Places {

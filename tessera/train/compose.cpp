@@ -21,12 +21,10 @@
 #include "tessera/models/parallel_plans.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/embedding.h"
-#include "tessera/nn/experts.h"
 #include "tessera/nn/head.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/names.h"
-#include "tessera/nn/sharing.h"
 #include "tessera/offload/activations.h"
 #include "tessera/offload/host_gradients.h"
 #include "tessera/offload/host_optimizer.h"
@@ -97,19 +95,12 @@ std::vector<nn::NamedParameter> parameters_of(const Composition& run) {
 /// What an update that is not made element by element asks of the ranks that hold other elements of the same parameters, of those that `only` picks.
 optim::WholeModel whole_model(const Config& config, const Composition& run, at::Device device, const nn::ParameterFilter& only = {}) {
   optim::WholeModel whole;
-  std::set<std::string> named, counted;
+  std::set<std::string> named;
   for (const auto& parameter : run.parameters) {
     if (nn::follows(parameter.tensor) || (only && !only(parameter)) || !named.insert(parameter.name).second) continue;
     whole.parameters.push_back(Slice::whole(parameter.name, nn::slice_of(parameter.tensor).shape));
   }
-  for (torch::nn::Module* root : roots_of(run)) {
-    optim::note_uses(whole, *root);
-    for (const auto& module : root->modules()) {
-      if (const auto* experts = dynamic_cast<const nn::GroupedExpertsImpl*>(module.get())) {
-        for (const at::Tensor& weight : {experts->w1, experts->w2, experts->w3}) whole.stacks[nn::slice_of(weight).name] = experts->experts();
-      }
-    }
-  }
+  for (torch::nn::Module* root : roots_of(run)) optim::note_uses(whole, *root);
   for (const Slice& parameter : whole.parameters) {
     if (!config.optim.split_heads) break;
     if (parameter.name.ends_with(".wq.weight")) whole.stacks[parameter.name] = config.model.heads;
@@ -118,10 +109,7 @@ optim::WholeModel whole_model(const Config& config, const Composition& run, at::
   // Where it is tied, the last stage has it as the head's alone, and both ends update it alike.
   if (config.model.tie_embeddings) whole.looked_up.emplace(kTiedWeight);
   if (run.cut.size() == 1) return whole;
-  for (const auto& parameter : nn::counted_once(run.updated)) counted.insert(parameter.name);
-  for (const auto& parameter : run.updated) {
-    if (!counted.contains(parameter.name)) whole.held_elsewhere.insert(parameter.name);
-  }
+  optim::note_held_elsewhere(whole, run.updated);
   whole.ranks = run.cut;
   whole.device = device;
   return whole;

@@ -113,12 +113,7 @@ optim::WholeModel described_model(const Config& config) {
   const auto model = on_meta([&] { return make_model(config.model); });
   const Attachment adapted = add_adapters(config, *model);
   nn::assign_paths(*model);
-  optim::WholeModel described;
-  for (const auto& parameter : nn::unique_parameters(*model)) {
-    described.parameters.push_back(Slice::whole(parameter.name, parameter.tensor.sizes().vec()));
-  }
-  optim::note_uses(described, *model);
-  return described;
+  return optim::whole_model(*model);
 }
 
 std::vector<std::string> parameter_names(const Config& config) {

@@ -5,6 +5,8 @@
 #include <ATen/ops/full.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
@@ -313,6 +315,27 @@ TEST(Optimizer, TakesGradientsOfOtherStrides) {
   make_optimizer(config_of("adamw"), ours)->step(0.1);
   make_optimizer(config_of("adamw"), theirs)->step(0.1);
   EXPECT_TRUE(at::equal(ours[0].tensor, theirs[0].tensor));
+}
+
+/// Names are those of the parameters, with and without paths; the root may be on the stack.
+TEST(WholeModel, KnowsWhatIsLookedUpInPlainModules) {
+  struct Plain : torch::nn::Module {
+    Plain() {
+      register_module("words", words);
+      register_module("bags", bags);
+      register_module("hidden", hidden);
+    }
+    torch::nn::Embedding words{5, 3};
+    torch::nn::EmbeddingBag bags{4, 3};
+    torch::nn::Linear hidden{3, 3};
+  } plain;
+  const WholeModel whole = whole_model(plain);
+  std::vector<std::string> names;
+  for (const Slice& parameter : whole.parameters) names.push_back(parameter.name);
+  EXPECT_THAT(names, testing::ElementsAre("words.weight", "bags.weight", "hidden.weight", "hidden.bias"));
+  EXPECT_THAT(whole.looked_up, testing::ElementsAre("bags.weight", "words.weight"));
+  EXPECT_THAT(whole.heads, testing::IsEmpty());
+  EXPECT_FALSE(whole.meets());
 }
 
 TEST(Optimizer, RefusesWhatItCannotDo) {
