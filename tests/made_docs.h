@@ -78,9 +78,11 @@ inline std::vector<std::string> code_of(const std::string& text) {
   return blocks;
 }
 
-/// All C++ on the page `name` of docs/ has to be a snippet of `source`, and all snippets have to be on the page.
-inline void expect_page_shows(const std::string& name, const std::string& source) {
+/// All C++ on the page `name` of docs/ has to be a snippet of `source`, and all snippets have to be on the page; of a source for several pages those whose
+/// names begin with `prefix`.
+inline void expect_page_shows(const std::string& name, const std::string& source, const std::string& prefix = "") {
   auto left = snippets_of(source);
+  std::erase_if(left, [&](const auto& snippet) { return !snippet.first.starts_with(prefix); });
   for (const std::string& block : code_of(text_of_docs(name))) {
     const auto shown = std::find_if(left.begin(), left.end(), [&](const auto& snippet) { return snippet.second == block; });
     EXPECT_NE(shown, left.end()) << "docs/" << name << " shows code that " << source << " does not run:\n" << block;

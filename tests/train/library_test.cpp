@@ -441,6 +441,40 @@ TEST(Library, OnMeta) {
   EXPECT_TRUE(at::equal(model->named_buffers()["3.positions"], at::arange(8, at::kFloat) / 8));
 }
 
+//: scaled
+struct Scaled : torch::nn::Module {
+  Scaled() {
+    register_module("encoder", encoder);
+    weight = register_parameter("weight", torch::randn({5, 8}));
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    const torch::Tensor h = torch::relu(encoder(x));           // an operator on the input comes first
+    const torch::Tensor scale = weight.abs().mean().detach();  // of the whole weight; weight.detach().abs().mean() may be of a slice
+    return torch::matmul(h, torch::tanh(weight / scale).t()) * scale;
+  }
+  torch::nn::Linear encoder{6, 8};
+  torch::Tensor weight;
+};
+//:
+
+TEST(Library, AReductionOverAWeightIsOfTheWhole) {
+  const auto x = tessera::testing_support::random_tensor({4, 6}, "x");
+  Scaled alone;
+  fill(alone);
+  const torch::Tensor expected = alone.forward(x);
+  on_two_ranks([&](World& world) {
+    Scaled model;
+    fill(model);
+    const auto sharded = tessera::fully_shard(model, world.group());
+    EXPECT_TRUE(at::allclose(model.forward(x), expected));
+    model.forward(x).sum().backward();
+    model.eval();
+    const torch::NoGradGuard no_grad;
+    EXPECT_TRUE(at::allclose(model.forward(x), expected));
+    return 0;
+  });
+}
+
 TEST(Library, ThePageShowsWhatIsCompiled) { tessera::testing_support::expect_page_shows("library.md", "tests/train/library_test.cpp"); }
 
 /// All that `#include <tessera/tessera.h>` brings, without comments.
