@@ -69,6 +69,7 @@ Report quantize_weights(torch::nn::Module& root, const Options& options, at::Dev
         !linear->weight.requires_grad(), "quantize: '", held.name,
         "' is to be trained, and a weight in fewer bits takes no gradient; freeze it (lora.modules trains matrices beside frozen weights), or leave it out of "
         "quantize.modules and lora.trained");
+    require(!nn::keeps_memory(linear->weight), "quantize: '", held.name, "' is a part of a sharded unit; call quantize_weights before fully_shard");
     at::Tensor whole;
     if (!device.is_meta()) {
       invariant(fill || (!linear->weight.is_meta() && held.is_whole()), "'", held.name, "' has no values to quantize");

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 
@@ -42,6 +43,7 @@
 #include "tests/checkpoint/files.h"
 #include "tests/made_docs.h"
 #include "tests/nn/net.h"
+#include "tests/refusal.h"
 
 namespace {
 
@@ -477,6 +479,17 @@ TEST(OwnLoops, AdaptersBesideFourBitsInEveryLayout) {
     train(ranks, tp, losses);
     for (size_t i = 0; i < alone.size(); ++i) EXPECT_NEAR(losses[i], alone[i], 1e-5 * alone[i]) << tp << " of " << ranks << ", step " << i;
   }
+}
+
+TEST(OwnLoops, CodesAreMadeBeforeUnits) {
+  const auto config = small_config();
+  run_ranks(2, [&](World& world) {
+    auto model = tessera::on_meta([&] { return tessera::make_model(config.model); });
+    const auto adapted = tessera::lora::attach(*model, {.modules = {"layers.*.attention.*"}});
+    const auto sharded = tessera::fully_shard(*model, world.group());
+    EXPECT_THAT(tessera::testing_support::refusal([&] { tessera::quantize::quantize_weights(*model, {.modules = {"layers.*.feed_forward.*"}}, at::kCPU); }),
+                ::testing::HasSubstr("'layers.0.feed_forward.w1.weight' is a part of a sharded unit; call quantize_weights before fully_shard"));
+  });
 }
 
 /// Muon's matrices where tensor parallelism has cut them, and fully_shard once more.
