@@ -61,13 +61,13 @@ class ContextParallel {
 ///
 /// ConfigError: a pattern that matches no module or one that is no attention core; heads that Ulysses cannot deal (naming how many ranks could have some),
 /// at the first call; a call before set_cut, or with other columns than it said.
-std::unique_ptr<ContextParallel> context_parallel(torch::nn::Module& model, comm::Group group, const ContextParallelOptions& options,
-                                                  const std::string& pattern);
+[[nodiscard]] std::unique_ptr<ContextParallel> context_parallel(torch::nn::Module& model, comm::Group group, const ContextParallelOptions& options,
+                                                                const std::string& pattern);
 
 /// The same for every holder.
 template <class Contained>
-std::unique_ptr<ContextParallel> context_parallel(const torch::nn::ModuleHolder<Contained>& model, comm::Group group, const ContextParallelOptions& options,
-                                                  const std::string& pattern) {
+[[nodiscard]] std::unique_ptr<ContextParallel> context_parallel(const torch::nn::ModuleHolder<Contained>& model, comm::Group group,
+                                                                const ContextParallelOptions& options, const std::string& pattern) {
   return context_parallel(*model.ptr(), std::move(group), options, pattern);
 }
 

@@ -53,7 +53,7 @@ class ExpertParallel {
 
 /// Cuts in place: on meta nothing has memory yet, and materialize draws this rank's experts; experts with values keep its part of them. Throws ConfigError
 /// where the ranks do not divide the experts, the sharers not the ranks or the experts' width, and where nothing matches.
-std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm::Group group, const ExpertParallelOptions& options = {});
+[[nodiscard]] std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm::Group group, const ExpertParallelOptions& options = {});
 
 /// Whether a parameter of `module` is a weight of grouped experts (`experts` true), or none of them: the two sets that are synchronized over different ranks.
 nn::ParameterFilter experts_of(torch::nn::Module& module, bool experts);

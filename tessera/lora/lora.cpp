@@ -78,6 +78,7 @@ at::Tensor add_parameter(AnyLinear& linear, std::string_view name, const std::ve
 /// A and B, registered beside the weight.
 template <class AnyLinear>
 std::pair<at::Tensor, at::Tensor> add_matrices(AnyLinear& linear, const std::string& path, const Options& options) {
+  require(linear.weight.defined(), "LoRA of '", path, "': its weight is gone, into fewer bits; attach LoRA before quantize_weights");
   // A wrapper knows the parameters that it found: later ones it would neither sum nor update. Asked of everyone alike, for one rank may hold all rows of a
   // slice.
   const auto* gradients = nn::GradientDispatcher::find(linear.weight);

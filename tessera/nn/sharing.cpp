@@ -142,8 +142,27 @@ std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& para
   return counted;
 }
 
+namespace {
+
+/// A name is all that ties a group to what was said of the parameters: under another one nothing would be summed.
+void require_axis_of_terms(const comm::Group& group, const std::vector<NamedParameter>& updated) {
+  if (group.size() == 1) return;
+  std::string term, axis;
+  for (const auto& parameter : updated) {
+    for (const Sharing& sharing : sharings_of(parameter.tensor)) {
+      if (sharing.axis == group.name()) return;
+      if (sharing.is_term && term.empty()) term = parameter.name, axis = sharing.axis;
+    }
+  }
+  require(term.empty(), "sum_terms: each rank of '", axis, "' has a term of the gradient of '", term, "', and no parameter is shared over '", group.name(),
+          "': give the group that layers were cut over, which is parallelize_module's parallel->group()");
+}
+
+}  // namespace
+
 void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& updated, const comm::Group& everyone) {
   std::vector<Term> aligned, placed;
+  require_axis_of_terms(group, updated);
   for (const auto& parameter : updated) {
     if (!parameter.tensor.requires_grad()) continue;
     for (Sharing& sharing : sharings_of(parameter.tensor)) {

@@ -58,6 +58,8 @@ class KnownParts final : public nn::Interceptor {
     return next(std::move(inputs));
   }
 
+  const std::string& axis() const { return axis_; }
+
  private:
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   struct Part {
@@ -163,6 +165,8 @@ class Builder {
   Impl& as(nn::Module& module, const char* kind) const {
     auto* impl = dynamic_cast<Impl*>(&module);
     check(impl != nullptr, "it is no ", kind, " but ", module.name(), "; give the style to the layer itself");
+    if constexpr (requires { impl->weight; })
+      check(impl->weight.defined(), "its weight is gone, into fewer bits; call parallelize_module before quantize_weights");
     return *impl;
   }
 
@@ -361,11 +365,28 @@ class Builder {
   Attachment attached_;
 };
 
+/// What one plan has said of all parameters (whole on all ranks, or a term) another would not change, and layers of both would convert twice.
+void require_first_plan(const torch::nn::Module& root, const comm::Group& group) {
+  if (group.size() == 1) return;
+  const auto require_unplanned = [&](const torch::nn::Module& module, const std::string& path) {
+    const auto* const ours = dynamic_cast<const nn::Module*>(&module);
+    if (ours == nullptr || ours->chain() == nullptr) return;
+    for (const auto& interceptor : *ours->chain()) {
+      const auto* const known = dynamic_cast<const KnownParts*>(interceptor.get());
+      require(known == nullptr || known->axis() != group.name(), "parallelize_module: '", path, "' is cut over ", group.name(),
+              " by an earlier call, which has said of every parameter who holds it; give one plan for the whole model");
+    }
+  };
+  require_unplanned(root, "");
+  for (const auto& item : root.named_modules("", /*include_self=*/false)) require_unplanned(*item.value(), item.key());
+}
+
 std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const ParallelPlan& plan, std::shared_ptr<tensor_parallel::Context> context,
                                           const TensorParallelOptions& options = {}) {
   require(!plan.empty(), "parallelize_module: the plan has no entries, so every rank would compute the whole; give it path patterns with their styles");
   nn::assign_paths(module);
   nn::check_no_bypass(module);
+  require_first_plan(module, context->group);
   Builder builder(std::move(context), plan, options);
   for (const auto& [pattern, style] : plan) {
     for (const auto& [path, matching] : nn::interceptable_modules(module, pattern)) builder.apply(path, *matching, style);

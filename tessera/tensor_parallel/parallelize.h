@@ -52,8 +52,8 @@ struct TensorParallelOptions {
 /// Checked before anything runs, ConfigError: a pattern that matches no module (naming the nearest path), a style on a module of another kind, a layer with
 /// two styles, a pair of layouts without a way between them, more ranks than features, heads or entries. In the first backward: a module with a style that saw
 /// no call through its holder (nn/calls.h).
-std::unique_ptr<TensorParallel> parallelize_module(torch::nn::Module& module, comm::Group group, const ParallelPlan& plan,
-                                                   const TensorParallelOptions& options = {});
+[[nodiscard]] std::unique_ptr<TensorParallel> parallelize_module(torch::nn::Module& module, comm::Group group, const ParallelPlan& plan,
+                                                                 const TensorParallelOptions& options = {});
 
 /// Runs `forward` once, on meta and without ranks, with `module` cut over `ranks` of them, and follows the layouts of what goes from layer to layer.
 /// ConfigError for a plan whose pieces do not meet: a layer that takes another layout than it gets, an operator on a part or a term of a sum that has no
@@ -63,8 +63,8 @@ void check_parallel_plan(torch::nn::Module& module, int ranks, const ParallelPla
 
 /// The same for every holder.
 template <class Contained>
-std::unique_ptr<TensorParallel> parallelize_module(const torch::nn::ModuleHolder<Contained>& module, comm::Group group, const ParallelPlan& plan,
-                                                   const TensorParallelOptions& options = {}) {
+[[nodiscard]] std::unique_ptr<TensorParallel> parallelize_module(const torch::nn::ModuleHolder<Contained>& module, comm::Group group, const ParallelPlan& plan,
+                                                                 const TensorParallelOptions& options = {}) {
   return parallelize_module(*module.ptr(), std::move(group), plan, options);
 }
 

@@ -396,11 +396,11 @@ TEST(ExpertParallel, GivesTheSameBitsHoweverRanksArrive) {
 TEST(ExpertParallel, RefusesWhatCannotBeDealt) {
   run_ranks(2, [](World& world) {
     MixtureFeedForward odd = on_meta_mixture(sizes(5)), even = on_meta_mixture(sizes(4));
-    EXPECT_THAT(refusal([&] { expert_parallel(*odd, world.group()); }), HasSubstr("'experts' has 5 experts, which 2 ranks do not divide"));
-    EXPECT_THAT(refusal([&] { expert_parallel(*even, world.group(), {.sharers = 2}); }), HasSubstr("experts of width 7, which 2 sharers do not divide"));
-    EXPECT_THAT(refusal([&] { expert_parallel(*even, world.group(), {.sharers = 3}); }), HasSubstr("sharers = 3 of 2 ranks"));
-    EXPECT_THAT(refusal([&] { expert_parallel(*even, world.group(), {.experts = "expert"}); }), HasSubstr("experts"));
-    EXPECT_THAT(refusal([&] { expert_parallel(*even, world.group(), {.experts = "router"}); }), HasSubstr("is no GroupedExperts"));
+    EXPECT_THAT(refusal([&] { (void)expert_parallel(*odd, world.group()); }), HasSubstr("'experts' has 5 experts, which 2 ranks do not divide"));
+    EXPECT_THAT(refusal([&] { (void)expert_parallel(*even, world.group(), {.sharers = 2}); }), HasSubstr("experts of width 7, which 2 sharers do not divide"));
+    EXPECT_THAT(refusal([&] { (void)expert_parallel(*even, world.group(), {.sharers = 3}); }), HasSubstr("sharers = 3 of 2 ranks"));
+    EXPECT_THAT(refusal([&] { (void)expert_parallel(*even, world.group(), {.experts = "expert"}); }), HasSubstr("experts"));
+    EXPECT_THAT(refusal([&] { (void)expert_parallel(*even, world.group(), {.experts = "router"}); }), HasSubstr("is no GroupedExperts"));
   });
 }
 

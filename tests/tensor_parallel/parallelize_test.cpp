@@ -331,12 +331,40 @@ TEST(TensorParallel, SequencesOfTwoLengthsAreRefusedByName) {
   });
 }
 
+/// What the first has said of all parameters the second would not change.
+TEST(TensorParallel, OnePlanIsForTheWholeModel) {
+  run_ranks(2, [&](World& world) {
+    TokenNet net = on_meta([] { return TokenNet(); });
+    auto tensor = parallelize_module(net, world.group(), {{"gated0.w1", ColumnParallel{}}, {"gated0.w3", ColumnParallel{}}, {"gated0.w2", RowParallel{}}});
+    const ParallelPlan second{{"gated1.w1", ColumnParallel{}}, {"gated1.w3", ColumnParallel{}}, {"gated1.w2", RowParallel{}}};
+    EXPECT_THAT(testing_support::refusal([&] { (void)parallelize_module(net, world.group(), second); }),
+                AllOf(HasSubstr("'gated0.w1'"), HasSubstr("one plan for the whole model")));
+    tensor.reset();
+    EXPECT_NO_THROW((void)parallelize_module(net, world.group(), second)) << "nothing is attached any more";
+  });
+}
+
+/// A name is all that ties a group to the terms.
+TEST(TensorParallel, TermsAreSummedOverTheGroupOfThePlanOrRefused) {
+  run_ranks(2, [&](World& world) {
+    TokenNet net = on_meta([] { return TokenNet(); });
+    const auto tensor = parallelize_module(net, world.group(), token_net_plan(/*sequence=*/true));
+    materialize(net, 7, testing_support::test_device());
+    const comm::GroupInfo info{.name = "other", .rank = world.rank(), .size = 2, .timeout = std::chrono::seconds(60)};
+    const comm::Group other(info, world.group().engine());
+    forward_backward(net, sample(3, 8, 29));
+    EXPECT_THAT(testing_support::refusal([&] { nn::sum_terms(other, nn::unique_parameters(*net)); }),
+                AllOf(HasSubstr("parallel->group()"), HasSubstr("'other'")));
+    EXPECT_NO_THROW(nn::sum_terms(tensor->group(), nn::unique_parameters(*net)));
+  });
+}
+
 TEST(TensorParallel, Refusals) {
   run_ranks(2, [](World& world) {
     const auto refusal = [&](const ParallelPlan& plan) -> std::string {
       TokenNet net = on_meta([] { return TokenNet(TokenNetSizes{.dim = 10, .hidden = 17, .vocabulary = 1}); });
       try {
-        parallelize_module(net, world.group(), plan);
+        (void)parallelize_module(net, world.group(), plan);
       } catch (const ConfigError& error) {
         return error.what();
       }

@@ -540,6 +540,25 @@ TEST(OwnLoops, WholeModelsOfCutLayers) {
   }
 }
 
+/// As others do it, quantized first and adapted then: the order is another here, and is said.
+TEST(OwnLoops, WhatIsInFewBitsIsNeitherAdaptedNorCut) {
+  run_ranks(2, [](World& world) {
+    const auto quantized = [] {
+      tessera::nn::Linear linear(64, 64);
+      linear->weight.set_requires_grad(false);
+      const auto net = std::make_shared<torch::nn::Module>("net");
+      net->register_module("layer", linear);
+      tessera::quantize::quantize_weights(*net, {.modules = {"layer"}}, at::kCPU);
+      return net;
+    };
+    const auto adapted = quantized(), cut = quantized();
+    EXPECT_THAT(tessera::testing_support::refusal([&] { (void)tessera::lora::attach(*adapted, {.modules = {"layer"}}); }),
+                ::testing::HasSubstr("LoRA of 'layer': its weight is gone, into fewer bits; attach LoRA before quantize_weights"));
+    EXPECT_THAT(tessera::testing_support::refusal([&] { (void)tessera::parallelize_module(*cut, world.group(), {{"layer", tessera::ColumnParallel{}}}); }),
+                ::testing::HasSubstr("'layer': its weight is gone, into fewer bits; call parallelize_module before quantize_weights"));
+  });
+}
+
 TEST(OwnLoops, ThePagesShowWhatIsCompiled) {
   for (const std::string page : {"optimizers", "memory", "precision", "lora"}) {
     tessera::testing_support::expect_page_shows(page + ".md", "tests/train/own_loops_test.cpp", page + ": ");
