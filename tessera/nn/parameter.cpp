@@ -209,6 +209,12 @@ void note_dealt(const at::Tensor& parameter, const comm::Group& group, int first
   change(parameter, [&](ParameterData& data) { data.dealt.push_back(std::move(dealt)); });
 }
 
+std::string dealt_by(const at::Tensor& tensor) {
+  const at::Tensor parameter = updated_for(tensor);
+  const auto data = parameter.defined() ? data_of(parameter) : nullptr;
+  return data && !data->dealt.empty() ? data->dealt.front().by : std::string();
+}
+
 void require_same_parts(const std::string& technique, const std::vector<NamedParameter>& parameters, const std::vector<comm::Group>& groups) {
   for (const auto& [name, tensor, aliases] : parameters) {
     const auto data = data_of(tensor);

@@ -32,6 +32,9 @@ std::vector<Sharing> sharings_of(const at::Tensor& tensor);
 /// Notes that the members of `group` outside of `first` .. `first + holders` hold other elements of the parameter, and who dealt them (`by`, for messages).
 void note_dealt(const at::Tensor& parameter, const comm::Group& group, int first, int holders, const std::string& by);
 
+/// Who dealt the parameter, or that of which this is updated in place; empty: nobody.
+std::string dealt_by(const at::Tensor& tensor);
+
 /// Whoever sums gradients over ranks, or cuts parameters over them, takes them for holders of the same elements. Throws ConfigError, by name, where one of
 /// `groups` has a rank that holds others: a wrapper over the ranks of tensor or expert parallelism would add up what does not belong together.
 void require_same_parts(const std::string& technique, const std::vector<NamedParameter>& parameters, const std::vector<comm::Group>& groups);

@@ -14,6 +14,7 @@
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/optim/clip.h"
 
 // A program's own clip_grad_norm_ would take the norm of the parts that lie on this rank. Which parameters are whose is asked of themselves (their dispatcher
@@ -25,7 +26,12 @@ namespace {
 
 int64_t logical_elements(const Slice& slice) { return std::accumulate(slice.shape.begin(), slice.shape.end(), int64_t{1}, std::multiplies<>()); }
 
-[[noreturn]] void refuse_cut(const std::string& name) {
+[[noreturn]] void refuse_cut(const std::string& name, const at::Tensor& tensor) {
+  require(
+      nn::dealt_by(tensor) != "expert_parallel", "clip_grad_norm: '", name,
+      "' is dealt over the ranks of expert_parallel, each of which has experts of its own, whose terms of the norm it does not see: take optim::global_norm of "
+      "two groups, the rest of the model with its wrapper's sum and the experts with a sum over expert_parallel's group, then optim::clip_gradients of both: "
+      "docs/moe.md");
   throw ConfigError(detail::concat("clip_grad_norm: '", name,
                                    "' is cut over further ranks (tensor parallelism), whose terms of the norm it does not see; after nn::sum_terms take "
                                    "optim::global_norm of nn::counted_once(wrapper.updated()) with a sum over those ranks and the wrapper's (of a mesh "
@@ -35,7 +41,7 @@ int64_t logical_elements(const Slice& slice) { return std::accumulate(slice.shap
 void refuse_cut_layers(const std::vector<nn::NamedParameter>& parameters) {
   for (const auto& [name, tensor, aliases] : parameters) {
     const Slice& slice = nn::slice_of(tensor);
-    if (slice.numel() != logical_elements(slice)) refuse_cut(name);
+    if (slice.numel() != logical_elements(slice)) refuse_cut(name, tensor);
   }
 }
 
@@ -47,7 +53,7 @@ void refuse_cut_layers(const GradientSynchronizer& synchronizer, const std::vect
     for (const int64_t elements : synchronizer.held_elements(rank)) held += elements;
   }
   for (const auto& part : parts) all += logical_elements(nn::slice_of(part.tensor));
-  if (held != all) refuse_cut(parts.front().name);
+  if (held != all) refuse_cut(parts.front().name, parts.front().tensor);
 }
 
 optim::NormGroup norm_group(const GradientSynchronizer& synchronizer) {

@@ -55,6 +55,8 @@ Runs by_names(const std::vector<std::string>& names, int stages, const std::vect
   int64_t begin = 0;
   for (const auto& entry : split) {
     const auto found = std::ranges::find(names, entry);
+    require(found != names.end() || entry.find_first_not_of("0123456789, ") != std::string::npos, list_of(split),
+            "numbers of links are given one by one, as strings: pipeline.split = [\"1\", \"4\", \"1\"]");
     require(found != names.end(), list_of(split), "the model's chain has no link '", entry, "'; the nearest is '", nearest(entry, names), "'");
     const int64_t link = found - names.begin();
     require(link > begin, list_of(split), "'", entry, "' ",

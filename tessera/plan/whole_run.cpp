@@ -60,7 +60,7 @@ std::string to_string(const WholeRun& run) {
   if (run.seconds) {
     constexpr double day = 86400;
     out += fmt::format(": {}, {} device hours", *run.seconds < 2 * day ? format_duration(*run.seconds) : fmt::format("{:.1f} days", *run.seconds / day),
-                       format_count(*run.device_hours));
+                       *run.device_hours < 100 ? fmt::format("{:.3g}", *run.device_hours) : format_count(*run.device_hours));
   }
   if (run.kilowatt_hours) out += fmt::format(", {}", format_energy(*run.kilowatt_hours * 1000));
   return out + "\n";

@@ -85,6 +85,7 @@ TEST(ChainSplit, ByCountsAndByNames) {
 
 TEST(ChainSplit, RefusesWhatDoesNotFit) {
   EXPECT_THAT(chain_refusal(7, {"auto"}), AllOf(HasSubstr("7 stages"), HasSubstr("at most 6 stages")));
+  EXPECT_THAT(chain_refusal(3, {"1,4,1"}), HasSubstr("as strings: pipeline.split = [\"1\", \"4\", \"1\"]"));
   EXPECT_THAT(chain_refusal(2, {"layers.9"}), HasSubstr("the model's chain has no link 'layers.9'; the nearest is 'layers."));
   EXPECT_THAT(chain_refusal(3, {"layers.2", "layers.1"}), HasSubstr("'layers.1' does not come behind what is named before it"));
   EXPECT_THAT(chain_refusal(2, {"embed_tokens"}), HasSubstr("is where the first stage begins anyway"));

@@ -28,6 +28,9 @@ TEST(WholeRun, IsStepsTimesAStep) {
   EXPECT_DOUBLE_EQ(run.device_hours.value(), 1024);
   EXPECT_DOUBLE_EQ(run.kilowatt_hours.value(), 716.8);
   EXPECT_EQ(to_string(run), "the whole run: 4.00 B tokens in 1000 steps: 1 h 00 m, 1.02 K device hours, 717 kWh\n");
+  WholeRun brief = run;
+  brief.device_hours = 1.549;
+  EXPECT_NE(to_string(brief).find("1.55 device hours"), std::string::npos) << "the energy beside them has three digits, too";
   const auto energy = [&](double watts) { return to_string(whole_run(step, 1000, watts)); };
   EXPECT_THAT(energy(0.01), HasSubstr(", 0.0102 kWh"));
   EXPECT_THAT(energy(976.5), HasSubstr(", 1 MWh")) << "not 1e+03 kWh";
