@@ -33,7 +33,7 @@ PagedOptimizer::PagedOptimizer(const std::vector<nn::NamedParameter>& parameters
   for (const auto& [name, tensor, aliases] : parameters_) {
     const Slice slice = nn::slice_of(tensor);
     // Pieces end elsewhere on each rank, so their collectives would meet others'.
-    require(!inner_->needs_begin() || slice.is_whole(), "PagedOptimizer: ", inner_->kind(), " looks at whole tensors, and '", name, "' of shape ",
+    require(!inner_->needs_wholes() || slice.is_whole(), "PagedOptimizer: ", inner_->kind(), " looks at whole tensors, and '", name, "' of shape ",
             at::IntArrayRef(slice.shape), " is cut over ranks: its ranks would have to come to the same piece together. Use an optimizer that goes element by ",
             "element (AdamW, SGD, Lion), a wrapper that leaves tensors whole, or leave the state where it is updated (optim::make_optimizer, HostOptimizer)");
   }

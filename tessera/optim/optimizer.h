@@ -85,6 +85,8 @@ class Optimizer {
   virtual void remember_counts();
   /// Whether begin() has anything to do.
   virtual bool needs_begin() const { return false; }
+  /// Whether an update is not made element by element, so that of a tensor that is cut ranks have to meet.
+  virtual bool needs_wholes() const { return needs_begin(); }
   /// Whether its operators leave everything alone where a number on the device says so; otherwise the host reads it first, and waits.
   virtual bool skips_on_device() const { return false; }
 

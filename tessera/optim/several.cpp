@@ -51,6 +51,10 @@ void Several::apply(const UpdateTerms& terms) {
   tell([&](Optimizer& optimizer) { optimizer.apply(terms); });
 }
 
+bool Several::needs_wholes() const {
+  return std::ranges::any_of(parts_, [](const Part& part) { return part.optimizer->needs_wholes(); });
+}
+
 bool Several::needs_begin() const {
   return std::ranges::any_of(parts_, [](const Part& part) { return part.optimizer->needs_begin(); });
 }

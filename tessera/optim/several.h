@@ -26,6 +26,7 @@ class Several final : public Optimizer {
   void begin(double lr) override;
   void apply(const UpdateTerms& terms) override;
   bool needs_begin() const override;
+  bool needs_wholes() const override;
   bool skips_on_device() const override;
   bool updates_in_one_pass() const override;
   std::vector<StateTensor> state() const override;

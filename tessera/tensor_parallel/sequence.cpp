@@ -26,10 +26,11 @@ class SequencePart : public nn::Interceptor {
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const at::Tensor x = inputs.empty() || !inputs[0].isTensor() ? at::Tensor() : inputs[0].toTensor();
-    if (dynamic_cast<nn::DropoutImpl*>(&module) && context_->sequence > 0) require_part_of_sequence(*context_, module.path(), x);
+    const bool drops = dynamic_cast<nn::DropoutImpl*>(&module) != nullptr;
+    if (drops && context_->sequence > 0) require_part_of_sequence(*context_, module.path(), x);
     nn::SampleContext here = nn::SampleScope::current();
     const int64_t first = chunk(context_->sequence, context_->group.size(), context_->group.rank()).first;
-    if (x.defined() && sequence_dim(x) == 0) {
+    if (drops && sequence_dim(x) == 0) {
       here.first_sample += first;  // [S, D]: dropout takes rows for samples
     } else {
       if (here.seq_len == 0) here.seq_len = context_->sequence;

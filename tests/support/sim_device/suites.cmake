@@ -29,6 +29,7 @@ tessera_sim_suite(nn LEFT_OUT
   OnMetaTest.BuildsPlainModulesWithoutMemory                  # says that without a device tensors are on the CPU
   AmbientTest.AScopeInsideAPassIsNotUndoneByOneFurtherIn      # that backward stays on its thread, as it does there
   Materialize.KeepsHandlesHooksAndWorksForPlainModules
+  Materialize.ATableMayBeMadeByOperatorsThatCountOnTheHost    # compares with tables that were made on the CPU
   ContrastiveLoss.EqualsTheWholeBatchOnOneDevice)             # hands a group tensors of another rank's device
 tessera_sim_suite(kernels LEFT_OUT
   Half.* WidenedProducts.*          # what a CPU without such products does
@@ -62,6 +63,8 @@ tessera_sim_suite(zero ALSO_PRIVATE LEFT_OUT
 tessera_sim_suite(tensor_parallel LEFT_OUT
   LayoutRules.FeaturesAreFollowed LayoutRules.PositionsAreFollowed TensorParallel.PaddingIsTheRowOfTheWholeVocabulary
   *VocabularyHead.SmoothsAndBoundsLogitsAsOneDeviceDoes* VocabularyHeads.UnevenPartsMeetEquallyOften RandomPlans.*  # tensors of another rank's device
+  *VocabularyHead.PlainOperatorsMeetAsTheFusedOneDoes* *WorldSizes.MasksOfASequenceWithoutABatchAreThoseOfOneDevice*
+  VocabularyHeads.AnIdThatIsInNoVocabularyIsRefused                  # a device would have to be waited for
   Overlap.WhatAProductHidesIsOnItsWayWhenItBegins VocabularyHeads.EvaluationIsThePlainCrossEntropy)
 tessera_sim_suite(context_parallel)
 tessera_sim_suite(expert_parallel LEFT_OUT ExchangePicture.*                # reads counts by their pointer
