@@ -497,7 +497,7 @@ void FlatParameters::add_to_slices() {
   } else {
     local_gradients_ = std::exchange(summed_, {});
   }
-  if (file_) let_go();
+  for (const auto& filed : filed_gradients_) filed->let_go();
 }
 
 /// The first of a reduction, in the file: where nobody holds what lies there, for the gradients that a pass adds to are those of the pass before.

@@ -138,8 +138,8 @@ bool OperatorTrigger::agrees_on_whole(const c10::FunctionSchema& schema, Argumen
 /// An evaluation that is under way, as far as anybody knows, until something is written to a slice or recorded for a backward pass.
 bool OperatorTrigger::in_evaluation() const { return evaluating_ && !module_.is_training(); }
 
-/// Whether what is made like a parameter is a part of a forward: libtorch writes `1 - weight` as empty_like(weight).fill_(1).sub_(weight). Between a backward
-/// pass and its update, zeros like what has a gradient are the state that an optimizer begins with.
+/// Whether what is made like a parameter is a part of a forward: libtorch writes `1 - weight` as empty_like(weight).fill_(1).sub_(weight). Zeros like what has
+/// a gradient and was never updated are the state that an optimizer begins with.
 bool OperatorTrigger::shapes_forward(const c10::FunctionSchema& schema) const {
   if (!in_evaluation()) return false;
   const at::Tensor& parameter = seen_.front().tensor;

@@ -109,14 +109,12 @@ PlainTerm adapt(torch::nn::LinearImpl& linear, const std::string& path, const Op
 
 /// Its products are known by the weight, whichever module multiplies. One that only looks rows up does not.
 void require_weight_of_its_own(const torch::nn::Module& root, const std::string& path, const torch::nn::LinearImpl& linear) {
-  const auto require_other = [&](const torch::nn::Module& module, const std::string& name) {
+  root.apply([&](const std::string& name, const torch::nn::Module& module) {
     if (&module == &linear || dynamic_cast<const torch::nn::EmbeddingImpl*>(&module) != nullptr) return;
     const bool shares = std::ranges::any_of(nn::weights_in_use(module), [&](const at::Tensor& weight) { return weight.is_alias_of(linear.weight); });
     require(!shares, "LoRA of '", path, "', libtorch's own Linear: '", name,
             "' has its weight, too, and their products cannot be told apart; build both as tessera::nn::Linear, or name neither");
-  };
-  require_other(root, "");
-  for (const auto& other : root.named_modules("", /*include_self=*/false)) require_other(*other.value(), other.key());
+  });
 }
 
 /// The linear layers that the pattern names; whatever else it matches is passed over, but for what would be taken for one.

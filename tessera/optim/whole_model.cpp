@@ -46,7 +46,7 @@ void note_uses(WholeModel& model, const torch::nn::Module& root) {
     const auto found = names.find(weight.unsafeGetTensorImpl());
     return found == names.end() ? nn::slice_of(weight).name : found->second;  // of one that follows another
   };
-  const auto note = [&](const torch::nn::Module& module) {
+  root.apply([&](const std::string& /*name*/, const torch::nn::Module& module) {
     if (const auto* embedding = dynamic_cast<const nn::EmbeddingImpl*>(&module)) model.looked_up.insert(name_of(embedding->weight));
     if (const auto* embedding = dynamic_cast<const torch::nn::EmbeddingImpl*>(&module)) model.looked_up.insert(name_of(embedding->weight));
     if (const auto* bag = dynamic_cast<const torch::nn::EmbeddingBagImpl*>(&module)) model.looked_up.insert(name_of(bag->weight));
@@ -54,9 +54,7 @@ void note_uses(WholeModel& model, const torch::nn::Module& root) {
     if (const auto* experts = dynamic_cast<const nn::GroupedExpertsImpl*>(&module)) {
       for (const at::Tensor& weight : {experts->w1, experts->w2, experts->w3}) model.stacks[name_of(weight)] = experts->experts();
     }
-  };
-  note(root);  // which may be on the stack
-  for (const auto& module : root.modules(/*include_self=*/false)) note(*module);
+  });
 }
 
 void note_held_elsewhere(WholeModel& model, const std::vector<nn::NamedParameter>& updated) {

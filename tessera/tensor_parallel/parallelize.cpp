@@ -99,8 +99,7 @@ class Builder {
   /// Says of every parameter of `module` who holds it: what no style has cut or shared lies whole on all ranks, with the whole of its gradient, unless somebody
   /// else who deals parameters over these ranks has said it (experts).
   std::unique_ptr<TensorParallel> finish(const torch::nn::Module& module) {
-    require_whole(module, "");
-    for (const auto& item : module.named_modules("", /*include_self=*/false)) require_whole(*item.value(), item.key());
+    module.apply([this](const std::string& path, const torch::nn::Module& one) { require_whole(one, path); });
     const auto is_ours = [this](const nn::Sharing& sharing) { return sharing.axis == context_->group.name(); };
     for (const auto& parameter : nn::unique_parameters(module)) {
       if (size() == 1) break;
@@ -368,7 +367,7 @@ class Builder {
 /// What one plan has said of all parameters (whole on all ranks, or a term) another would not change, and layers of both would convert twice.
 void require_first_plan(const torch::nn::Module& root, const comm::Group& group) {
   if (group.size() == 1) return;
-  const auto require_unplanned = [&](const torch::nn::Module& module, const std::string& path) {
+  root.apply([&](const std::string& path, const torch::nn::Module& module) {
     const auto* const ours = dynamic_cast<const nn::Module*>(&module);
     if (ours == nullptr || ours->chain() == nullptr) return;
     for (const auto& interceptor : *ours->chain()) {
@@ -376,9 +375,7 @@ void require_first_plan(const torch::nn::Module& root, const comm::Group& group)
       require(known == nullptr || known->axis() != group.name(), "parallelize_module: '", path, "' is cut over ", group.name(),
               " by an earlier call, which has said of every parameter who holds it; give one plan for the whole model");
     }
-  };
-  require_unplanned(root, "");
-  for (const auto& item : root.named_modules("", /*include_self=*/false)) require_unplanned(*item.value(), item.key());
+  });
 }
 
 std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const ParallelPlan& plan, std::shared_ptr<tensor_parallel::Context> context,

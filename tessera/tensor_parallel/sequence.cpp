@@ -38,8 +38,8 @@ class SequencePart : public nn::Interceptor {
     }
     const nn::SampleScope scope(here);
     // The mask of dropout is that of its positions, whichever operators draw it.
-    if (context_->trace && dynamic_cast<nn::DropoutImpl*>(&module)) {
-      context_->trace->takes(module.path(), inputs[0].toTensor(), TensorLayout::Sequence, cut_of(*context_, inputs[0].toTensor(), TensorLayout::Sequence));
+    if (context_->trace && drops) {
+      context_->trace->takes(module.path(), x, TensorLayout::Sequence, cut_of(*context_, x, TensorLayout::Sequence));
       return own(*context_, module.path(), TensorLayout::Sequence, [&] { return next(std::move(inputs)); });
     }
     return next(std::move(inputs));
