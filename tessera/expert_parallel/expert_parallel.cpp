@@ -173,7 +173,29 @@ void cut_experts(const nn::GroupedExpertsImpl& experts, const comm::Group& group
   const int64_t rows = part.shape[0] / experts.experts();
   part.boxes = {Box{{first * rows, begin}, {here * rows, width}}};
   nn::cut_parameter(experts.w2, std::move(part));
-  for (const at::Tensor& weight : {experts.w1, experts.w2, experts.w3}) nn::note_dealt(weight, group, group.rank(), 1, "expert_parallel");
+  for (const at::Tensor& weight : {experts.w1, experts.w2, experts.w3})
+    nn::note_dealt(weight, {.group = group, .first = group.rank(), .by = "expert_parallel"});
+}
+
+/// Who else holds what of the experts has to be known to whoever cuts the other layers, and is known here: so it is said first.
+void require_unspoken_of(const nn::GroupedExpertsImpl& experts, const std::string& path, const comm::Group& group, const comm::Group& same_tokens) {
+  const auto sharings = nn::sharings_of(experts.w1);
+  for (const nn::Sharing& sharing : sharings) {
+    require(sharing.is_term || sharing.holders == 1, "expert_parallel: '", path, "' was taken by parallelize_module for what all ranks of ", sharing.axis,
+            " hold alike; call expert_parallel before it");
+  }
+  const auto is_member = [&](int member) {
+    for (int other = 0; other < group.size(); ++other) {
+      if (group.world_rank(other) == same_tokens.world_rank(member)) return true;
+    }
+    return false;
+  };
+  for (int member = 0; member < same_tokens.size() && same_tokens.size() > 1; ++member) {
+    require(is_member(member) || std::ranges::any_of(sharings, [&](const auto& sharing) { return sharing.axis == same_tokens.name(); }), "expert_parallel: '",
+            path, "': same_tokens (", same_tokens.name(), ") has ranks that are not in the group (", group.name(),
+            "), so several ranks hold the same experts and each a ",
+            "term of their gradients: deal experts over all ranks of same_tokens, or say by nn::add_sharing of each weight what they hold, first");
+  }
 }
 
 }  // namespace
@@ -181,6 +203,7 @@ void cut_experts(const nn::GroupedExpertsImpl& experts, const comm::Group& group
 std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm::Group group, const ExpertParallelOptions& options) {
   nn::assign_paths(module);
   Attachment attached;
+  const auto alive = std::make_shared<int>();
   for (const auto& [path, found] : nn::interceptable_modules(module, options.experts)) {
     auto* held = dynamic_cast<nn::GroupedExpertsImpl*>(found.get());
     require(held != nullptr, "expert_parallel: '", path, "' is no GroupedExperts but ", found->name(), "; give the path of the experts themselves");
@@ -192,11 +215,13 @@ std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm:
     require(held->ffn_dim() % options.sharers == 0, "expert_parallel: '", path, "' has experts of width ", held->ffn_dim(), ", which ", options.sharers,
             " sharers do not divide; use a number of sharers that does");
     if (group.size() == 1 && options.same_tokens.size() == 1) continue;
+    require_unspoken_of(*held, path, group, options.same_tokens);
     if (group.size() > 1) cut_experts(*held, group, options.sharers);
+    nn::require_handle(*held, alive, "expert_parallel");
     attached.add(nn::attach(*held, std::make_shared<Exchanged>(group, options)));
     attached.add(nn::expect_call(*held, "expert_parallel: '" + path + "'"));
   }
-  return std::make_unique<ExpertParallel>(std::move(group), std::move(attached));
+  return std::make_unique<ExpertParallel>(std::move(group), alive, std::move(attached));
 }
 
 nn::ParameterFilter experts_of(torch::nn::Module& module, bool experts) {

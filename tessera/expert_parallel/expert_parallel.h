@@ -40,19 +40,23 @@ struct ExpertParallelOptions {
 ///                      (experts_of is for the `only` of whoever synchronizes them)
 ///
 /// Every rank calls as often as the others, with or without tokens. Results do not depend on the number of ranks but for the order in which an expert's
-/// gradient is summed over its rows, which are in the order of ranks, and so of samples. Destroying it detaches what was attached; the experts stay cut.
+/// gradient is summed over its rows, which are in the order of ranks, and so of samples. The experts stay cut when it is destroyed, and their calls are refused
+/// from then on. What the ranks hold of them is said beside their slices, and clip_grad_norm goes by it.
 class ExpertParallel {
  public:
-  ExpertParallel(comm::Group group, Attachment attached) : group_(std::move(group)), attached_(std::move(attached)) {}
+  ExpertParallel(comm::Group group, std::shared_ptr<const void> alive, Attachment attached)
+      : group_(std::move(group)), alive_(std::move(alive)), attached_(std::move(attached)) {}
   const comm::Group& group() const { return group_; }
 
  private:
   comm::Group group_;
+  std::shared_ptr<const void> alive_;
   Attachment attached_;
 };
 
 /// Cuts in place: on meta nothing has memory yet, and materialize draws this rank's experts; experts with values keep its part of them. Throws ConfigError
-/// where the ranks do not divide the experts, the sharers not the ranks or the experts' width, and where nothing matches.
+/// where the ranks do not divide the experts, the sharers not the ranks or the experts' width, where nothing matches, behind a parallelize_module that has
+/// taken the experts for what all its ranks hold, and for `same_tokens` of which the group has some, unless it is said what those hold (nn::add_sharing).
 [[nodiscard]] std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm::Group group, const ExpertParallelOptions& options = {});
 
 /// Whether a parameter of `module` is a weight of grouped experts (`experts` true), or none of them: the two sets that are synchronized over different ranks.

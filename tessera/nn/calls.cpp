@@ -9,6 +9,7 @@
 
 #include "tessera/comm/call_site.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/gradient_dispatcher.h"
 
 // A layer's forward cannot see from its arguments who called it. What it can see is this thread's stack of forwards that run as the last link of a chain: if it
@@ -87,6 +88,30 @@ Values Recall::operator()(Values inputs) const {
   const auto& chain = module_->chain();
   if (!chain) return forward_(*module_, inputs);
   return Next(chain, chain->size(), module_, forward_)(std::move(inputs));
+}
+
+namespace {
+
+class NeedsHandle final : public Interceptor {
+ public:
+  NeedsHandle(std::weak_ptr<const void> handle, std::string who) : handle_(std::move(handle)), who_(std::move(who)) {}
+
+  Values call(Module& module, Values inputs, const Next& next) override {
+    require(!handle_.expired(), who_, ": '", module.path(),
+            "' is called, and what was returned for it is gone: this rank's part of the layer computes nothing ",
+            "without the other ranks'. Keep it in a variable that lives as long as the model: const auto parallel = ", who_, "(...)");
+    return next(std::move(inputs));
+  }
+
+ private:
+  std::weak_ptr<const void> handle_;
+  std::string who_;
+};
+
+}  // namespace
+
+void require_handle(Module& module, std::weak_ptr<const void> handle, std::string who) {
+  attach(module, std::make_shared<NeedsHandle>(std::move(handle), std::move(who))).release();
 }
 
 Attachment expect_call(Module& module, std::string who) {

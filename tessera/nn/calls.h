@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include "tessera/core/attachment.h"
@@ -26,5 +27,9 @@ inline bool bypassed(const Module& module) noexcept {
 /// Expects that `module` is called through its holder before a parameter in it (or below it) gets its first gradient on this thread; else that backward throws
 /// ConfigError naming `who`, the module and the line to change. The first call, or detaching, ends it. Costs nothing after the first step.
 [[nodiscard]] Attachment expect_call(Module& module, std::string who);
+
+/// For good: a call of `module`, which holds parts of what other ranks have the rest of, throws ConfigError naming `who` once `handle` is gone, and with it
+/// what is attached. By itself a part computes something of the right shape.
+void require_handle(Module& module, std::weak_ptr<const void> handle, std::string who);
 
 }  // namespace tessera::nn

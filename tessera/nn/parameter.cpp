@@ -18,12 +18,6 @@ namespace tessera::nn {
 
 namespace {
 
-/// Ranks of the world that hold other elements of a parameter.
-struct Dealt {
-  std::string by, axis;
-  std::vector<int> others;
-};
-
 /// What we know about a parameter, kept in the slot that TensorImpl has for a backend's own data: it dies with the tensor, is handed to detached aliases,
 /// and needs no table beside the tensors. Never changed once set, since aliases share it.
 struct ParameterData : c10::BackendMeta {
@@ -31,7 +25,7 @@ struct ParameterData : c10::BackendMeta {
   std::optional<InitRule> init;
   size_t init_position = 0;
   std::shared_ptr<const Origin> origin;
-  bool keeps_memory = false, kept_beside = false, follows = false;
+  bool keeps_memory = false, kept_beside = false, follows = false, terms_summed = false;
   std::vector<Sharing> sharings;
   std::vector<Dealt> dealt;
   std::shared_ptr<const DividedModel> divided;
@@ -56,6 +50,7 @@ void change(const at::Tensor& tensor, Change&& how) {
     data->keeps_memory = before->keeps_memory;
     data->kept_beside = before->kept_beside;
     data->follows = before->follows;
+    data->terms_summed = before->terms_summed;
     data->sharings = before->sharings;
     data->dealt = before->dealt;
     data->divided = before->divided;
@@ -201,18 +196,21 @@ void add_sharing(const at::Tensor& parameter, Sharing sharing) {
   });
 }
 
-void note_dealt(const at::Tensor& parameter, const comm::Group& group, int first, int holders, const std::string& by) {
-  Dealt dealt{.by = by, .axis = group.name(), .others = {}};
-  for (int member = 0; member < group.size(); ++member) {
-    if (member < first || member >= first + holders) dealt.others.push_back(group.world_rank(member));
-  }
+void note_dealt(const at::Tensor& parameter, Dealt dealt) {
   change(parameter, [&](ParameterData& data) { data.dealt.push_back(std::move(dealt)); });
 }
 
-std::string dealt_by(const at::Tensor& tensor) {
+std::vector<Dealt> dealt_of(const at::Tensor& tensor) {
   const at::Tensor parameter = updated_for(tensor);
   const auto data = parameter.defined() ? data_of(parameter) : nullptr;
-  return data && !data->dealt.empty() ? data->dealt.front().by : std::string();
+  return data ? data->dealt : std::vector<Dealt>{};
+}
+
+bool Dealt::holds_others(int world_rank) const {
+  for (int member = 0; member < group.size(); ++member) {
+    if ((member < first || member >= first + holders) && group.world_rank(member) == world_rank) return true;
+  }
+  return false;
 }
 
 void require_same_parts(const std::string& technique, const std::vector<NamedParameter>& parameters, const std::vector<comm::Group>& groups) {
@@ -223,8 +221,8 @@ void require_same_parts(const std::string& technique, const std::vector<NamedPar
       for (const comm::Group& group : groups) {
         for (int member = 0; group.size() > 1 && member < group.size(); ++member) {
           const int rank = group.world_rank(member);
-          if (std::ranges::find(dealt.others, rank) == dealt.others.end()) continue;
-          throw ConfigError(detail::concat(technique, ": '", name, "' is dealt over ", dealt.axis, " by ", dealt.by, ", and rank ", rank,
+          if (!dealt.holds_others(rank)) continue;
+          throw ConfigError(detail::concat(technique, ": '", name, "' is dealt over ", dealt.group.name(), " by ", dealt.by, ", and rank ", rank,
                                            " of the world, which ", group.name(),
                                            " has as well, holds another part of it: give the group of ranks that hold the same part, such as ",
                                            "mesh[\"dp\"], or leave the parameter to another wrapper (`only`; of experts experts_of)"));
@@ -238,6 +236,18 @@ std::vector<Sharing> sharings_of(const at::Tensor& tensor) {
   const at::Tensor parameter = updated_for(tensor);
   const auto data = parameter.defined() ? data_of(parameter) : nullptr;
   return data ? data->sharings : std::vector<Sharing>{};
+}
+
+void note_terms_summed(const at::Tensor& updated) {
+  const at::Tensor parameter = updated_for(updated);
+  const auto data = parameter.defined() ? data_of(parameter) : nullptr;
+  if (data && !data->terms_summed) change(parameter, [](ParameterData& of) { of.terms_summed = true; });
+}
+
+bool are_terms_summed(const at::Tensor& updated) {
+  const at::Tensor parameter = updated_for(updated);
+  const auto data = parameter.defined() ? data_of(parameter) : nullptr;
+  return data && data->terms_summed;
 }
 
 bool is_shared_over(const at::Tensor& parameter, const std::string& axis) {

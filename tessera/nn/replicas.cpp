@@ -54,14 +54,14 @@ int64_t hash_of_structure(const std::vector<nn::NamedParameter>& parameters) {
 }
 
 /// `summaries`: of each rank how many parameters it has, and the hash of their structure.
-void refuse_other_structure(const at::Tensor& summaries, const comm::Group& group) {
+void refuse_other_structure(const std::string& technique, const at::Tensor& summaries, const comm::Group& group) {
   const std::string other = ranks_that_differ(summaries, 1);
-  require(other.empty(), "data parallelism: the module of rank 0 of ", group.name(), " (", summaries[0][0].item<int64_t>(),
+  require(other.empty(), technique, ": the module of rank 0 of ", group.name(), " (", summaries[0][0].item<int64_t>(),
           " parameters) differs in names, shapes, dtypes or requires_grad on rank ", other,
           "; every rank has to build the same model, and to wrap parts of one in the same order");
 }
 
-void check_replicas(const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
+void check_replicas(const std::string& technique, const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
   const at::Device device = message_device(parameters.front().tensor, group);
   const bool has_values = !parameters.front().tensor.is_meta();
   Hasher values;
@@ -74,13 +74,13 @@ void check_replicas(const std::vector<nn::NamedParameter>& parameters, const com
       gather_words({static_cast<int64_t>(parameters.size()), hash_of_structure(parameters), static_cast<int64_t>(values.value())}, group, device);
   if (!has_values) return;  // a dry run: the message was counted, its contents mean nothing
 
-  refuse_other_structure(summaries, group);
+  refuse_other_structure(technique, summaries, group);
   if (ranks_that_differ(summaries, 2).empty()) return;
   const at::Tensor all = gather_words(hashes, group, device);
   for (size_t i = 0; i < parameters.size(); ++i) {
     const std::string ranks = ranks_that_differ(all, static_cast<int64_t>(i));
-    require(ranks.empty(), "data parallelism: the replicas differ: parameter '", parameters[i].name, "' of rank 0 of ", group.name(),
-            " is another one on rank ", ranks, "; build the model from the same seed on every rank, or start from rank 0's with ReplicaStart::Broadcast");
+    require(ranks.empty(), technique, ": the replicas differ: parameter '", parameters[i].name, "' of rank 0 of ", group.name(), " is another one on rank ",
+            ranks, "; build the model from the same seed on every rank, or start from rank 0's with ReplicaStart::Broadcast");
   }
 }
 
@@ -115,14 +115,14 @@ bool is_kept_by_a_norm(const std::string& name) {
 
 }  // namespace
 
-void equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start, const nn::ParameterFilter& only) {
+void equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start, const nn::ParameterFilter& only, const std::string& technique) {
   const std::vector<nn::NamedParameter> parameters = nn::unique_parameters(module, only);
   if (group.size() == 1 || parameters.empty() || start == ReplicaStart::Trust) return;
   const at::NoGradGuard no_grad;
-  if (start == ReplicaStart::Check) return check_replicas(parameters, group);
+  if (start == ReplicaStart::Check) return check_replicas(technique, parameters, group);
   const at::Tensor summaries =
       gather_words({static_cast<int64_t>(parameters.size()), hash_of_structure(parameters)}, group, message_device(parameters.front().tensor, group));
-  if (!parameters.front().tensor.is_meta()) refuse_other_structure(summaries, group);
+  if (!parameters.front().tensor.is_meta()) refuse_other_structure(technique, summaries, group);
   for (const nn::NamedParameter& parameter : parameters) broadcast_packed({parameter.tensor.detach()}, group);
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <string>
+
 #include <torch/nn/module.h>
 
 #include "tessera/comm/group.h"
@@ -22,9 +24,11 @@ enum class BufferBroadcast {
   EachStep,  ///< at the start, and when a step is complete, so that evaluation and checkpoints between steps find the same on all ranks
 };
 
-/// Applies `start` to the parameters of `module`, those in `only`, over `group`. Throws ConfigError: modules of other structure, or parameters of other values, by rank and name.
+/// Applies `start` to the parameters of `module`, those in `only`, over `group`. Throws ConfigError, in the name of `technique`: modules of other structure, or
+/// parameters of other values, by rank and name.
 /// Traffic: Check one all-gather of 3 words per rank (a word per parameter more where it finds a difference); Broadcast every parameter once.
-void equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start, const nn::ParameterFilter& only = {});
+void equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start, const nn::ParameterFilter& only = {},
+                       const std::string& technique = "data parallelism");
 
 /// Broadcasts the buffers of `module` from rank 0, one message per dtype. One that becomes another by that counts as written in place (a graph that still holds
 /// it refuses its backward pass), but for running statistics (running_mean, running_var, num_batches_tracked), by which nothing is differentiated in training.

@@ -172,6 +172,9 @@ void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& upda
       terms.push_back({parameter.tensor, std::move(sharing)});
     }
   }
+  for (const std::vector<Term>* terms : {&aligned, &placed}) {
+    for (const Term& term : *terms) note_terms_summed(term.parameter);
+  }
   const at::NoGradGuard no_grad;
   const comm::CallSite site(kSite);
   sum_aligned(group, aligned);
@@ -181,6 +184,18 @@ void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& upda
       sum_aligned(group, theirs);
     } else {
       sum_by_place(everyone.size() == ranks ? std::vector{everyone} : std::vector{*shard, group}, theirs);
+    }
+  }
+}
+
+void require_terms_summed(const std::string& caller, const std::vector<NamedParameter>& updated) {
+  for (const auto& [name, tensor, aliases] : updated) {
+    if (!tensor.grad().defined() || are_terms_summed(tensor)) continue;
+    for (const Sharing& sharing : sharings_of(tensor)) {
+      require(
+          !sharing.is_term || sharing.holders == 1, caller, ": each rank of '", sharing.axis, "' has a term of the gradient of '", name,
+          "', and they were never summed, so ranks would drift apart: behind the backward pass call nn::sum_terms(parallel->group(), wrapper.updated()), or, "
+          "without a wrapper, of nn::unique_parameters(*model): docs/2d.md");
     }
   }
 }

@@ -29,11 +29,20 @@ void add_sharing(const at::Tensor& parameter, Sharing sharing);
 /// Of a parameter, or of what is updated in its place (set_updated_for). None: every rank that computes with it has all of it, or there is but one.
 std::vector<Sharing> sharings_of(const at::Tensor& tensor);
 
-/// Notes that the members of `group` outside of `first` .. `first + holders` hold other elements of the parameter, and who dealt them (`by`, for messages).
-void note_dealt(const at::Tensor& parameter, const comm::Group& group, int first, int holders, const std::string& by);
+/// Ranks that hold all of a parameter between them: members `first` .. `first + holders` of `group` what this rank holds, the others other elements.
+struct Dealt {
+  comm::Group group;
+  int first = 0, holders = 1;
+  std::string by;  ///< who dealt them, for messages
 
-/// Who dealt the parameter, or that of which this is updated in place; empty: nobody.
-std::string dealt_by(const at::Tensor& tensor);
+  bool counts_here() const { return group.rank() == first; }  ///< as one of the holders has to, in a norm
+  bool holds_others(int world_rank) const;                    ///< whether that rank of the world is a member with other elements
+};
+
+void note_dealt(const at::Tensor& parameter, Dealt dealt);
+
+/// Of a parameter, or of that of which this is updated in place.
+std::vector<Dealt> dealt_of(const at::Tensor& tensor);
 
 /// Whoever sums gradients over ranks, or cuts parameters over them, takes them for holders of the same elements. Throws ConfigError, by name, where one of
 /// `groups` has a rank that holds others: a wrapper over the ranks of tensor or expert parallelism would add up what does not belong together.
@@ -59,6 +68,11 @@ std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& para
 /// over the ranks that share the parameters out, which whoever wraps them names, and one over `group`, in fp32 (or double where a parameter is), held for the
 /// while. `everyone`, the ranks of both (mesh[{"dp_shard", "tp"}]), makes one of the two.
 void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& updated, const comm::Group& everyone = {});
+
+/// Throws ConfigError, by name, where a gradient is one term of a sum over ranks, and sum_terms has never been called for its parameter.
+void require_terms_summed(const std::string& caller, const std::vector<NamedParameter>& updated);
+void note_terms_summed(const at::Tensor& updated);
+bool are_terms_summed(const at::Tensor& updated);
 
 /// Sums, in place, the gradients of all of `parameters`, of which every rank of `group` holds a term. One all-reduce a dtype, and as many bytes for the while.
 void sum_gradients(const comm::Group& group, const std::vector<NamedParameter>& parameters);

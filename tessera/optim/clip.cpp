@@ -162,9 +162,11 @@ at::Tensor sum_of_group(const NormGroup& group, NormOrder order, const at::Tenso
 at::TensorOptions norm_options(const std::vector<NormGroup>& groups) {
   at::TensorOptions options(at::kDouble);
   for (const auto& group : groups) {
-    for (const auto& parameter : group.parameters) {
-      options = options.device(parameter.tensor.device());
-      if (!parameter.tensor.is_cpu()) return options;
+    for (const auto* parameters : {&group.parameters, &group.elsewhere}) {
+      for (const auto& parameter : *parameters) {
+        options = options.device(parameter.tensor.device());
+        if (!parameter.tensor.is_cpu()) return options;
+      }
     }
   }
   return options;
@@ -185,6 +187,13 @@ at::Tensor global_norm(const std::vector<nn::NamedParameter>& parameters) { retu
 void clip_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& norm, double max_norm) {
   const c10::NoGradGuard no_grad;
   scale_gradients(parameters, clip_factor(norm, max_norm));
+}
+
+void clip_gradients(const std::vector<NormGroup>& groups, const at::Tensor& norm, double max_norm) {
+  for (const auto& group : groups) {
+    clip_gradients(group.parameters, norm, max_norm);
+    clip_gradients(group.elsewhere, norm, max_norm);
+  }
 }
 
 at::Tensor clip_factor(const at::Tensor& norm, double max_norm) { return norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0); }

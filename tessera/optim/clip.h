@@ -13,8 +13,9 @@ namespace tessera::optim {
 /// Gradients that are spread over ranks in the same way, and how their sums of squares meet: `reduce` adds an fp64 tensor up, element by element, over the
 /// ranks that hold the other slices (an all-reduce over the axes that shard these parameters; never over axes that replicate them, which would count twice).
 struct NormGroup {
-  std::vector<nn::NamedParameter> parameters;  ///< tied parameters once (nn::unique_parameters)
-  std::function<void(at::Tensor&)> reduce;     ///< empty where every rank holds the whole
+  std::vector<nn::NamedParameter> parameters;   ///< tied parameters once (nn::unique_parameters)
+  std::function<void(at::Tensor&)> reduce;      ///< empty where every rank holds the whole
+  std::vector<nn::NamedParameter> elsewhere{};  ///< of which another rank counts the same elements: clipped as the others
 };
 
 enum class NormOrder {
@@ -35,6 +36,9 @@ at::Tensor global_norm(const std::vector<nn::NamedParameter>& parameters);
 /// fp32. Works on meta. Traffic: none on a CPU where the factor is 1, else 8 bytes an fp32 element. A norm that is not finite gives gradients that are not
 /// finite.
 void clip_gradients(const std::vector<nn::NamedParameter>& parameters, const at::Tensor& norm, double max_norm);
+
+/// The same of all groups, and of what is counted elsewhere.
+void clip_gradients(const std::vector<NormGroup>& groups, const at::Tensor& norm, double max_norm);
 
 /// The factor by which clip_gradients multiplies: fp64 [], 1 where it leaves gradients as they are.
 at::Tensor clip_factor(const at::Tensor& norm, double max_norm);

@@ -1,10 +1,9 @@
 #include "tessera/optim/clip_grad_norm.h"
 
 #include <algorithm>
-#include <functional>
 #include <map>
 #include <memory>
-#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/call_site.h"
@@ -19,55 +18,78 @@
 
 // A program's own clip_grad_norm_ would take the norm of the parts that lie on this rank. Which parameters are whose is asked of themselves (their dispatcher
 // names the wrapper), so any mixture in one model comes to one norm: for each wrapper the sum over the ranks that hold its parts, and what nobody wraps as it
-// is here.
+// is here; of layers that are cut besides, over the ranks of the cut as well, where the first of those that hold the same elements counts them.
 
 namespace tessera {
 namespace {
 
-int64_t logical_elements(const Slice& slice) { return std::accumulate(slice.shape.begin(), slice.shape.end(), int64_t{1}, std::multiplies<>()); }
-
-[[noreturn]] void refuse_cut(const std::string& name, const at::Tensor& tensor) {
-  require(
-      nn::dealt_by(tensor) != "expert_parallel", "clip_grad_norm: '", name,
-      "' is dealt over the ranks of expert_parallel, each of which has experts of its own, whose terms of the norm it does not see: take optim::global_norm of "
-      "two groups, the rest of the model with its wrapper's sum and the experts with a sum over expert_parallel's group, then optim::clip_gradients of both: "
-      "docs/moe.md");
+[[noreturn]] void refuse_cut(const std::string& name) {
   throw ConfigError(detail::concat("clip_grad_norm: '", name,
-                                   "' is cut over further ranks (tensor parallelism), whose terms of the norm it does not see; after nn::sum_terms take "
-                                   "optim::global_norm of nn::counted_once(wrapper.updated()) with a sum over those ranks and the wrapper's (of a mesh "
-                                   "mesh[{\"dp\", \"tp\"}]), then optim::clip_gradients(wrapper.updated(), norm, max_norm): docs/2d.md"));
+                                   "' is cut, and nothing says over which ranks: neither a wrapper nor parallelize_module nor expert_parallel. Take "
+                                   "optim::global_norm with a sum over the ranks that hold the other parts, and optim::clip_gradients by it: docs/2d.md"));
 }
 
 void refuse_cut_layers(const std::vector<nn::NamedParameter>& parameters) {
   for (const auto& [name, tensor, aliases] : parameters) {
     const Slice& slice = nn::slice_of(tensor);
-    if (slice.numel() != logical_elements(slice)) refuse_cut(name, tensor);
+    if (slice.numel() != slice.logical_numel() && nn::dealt_of(tensor).empty()) refuse_cut(name);
   }
 }
 
-/// The ranks of the group have to hold all of the parameters between them.
+/// The ranks of the group have to hold all of the parameters between them, unless others are known that layers are cut over.
 void refuse_cut_layers(const GradientSynchronizer& synchronizer, const std::vector<nn::NamedParameter>& parts, const comm::Group& group) {
   if (group.size() == 1 || synchronizer.held_elements(0).empty()) return refuse_cut_layers(parts);
+  if (std::ranges::any_of(parts, [](const auto& part) { return !nn::dealt_of(part.tensor).empty(); })) return;
   int64_t held = 0, all = 0;
   for (int rank = 0; rank < group.size(); ++rank) {
     for (const int64_t elements : synchronizer.held_elements(rank)) held += elements;
   }
-  for (const auto& part : parts) all += logical_elements(nn::slice_of(part.tensor));
-  if (held != all) refuse_cut(parts.front().name, parts.front().tensor);
+  for (const auto& part : parts) all += nn::slice_of(part.tensor).logical_numel();
+  if (held != all) refuse_cut(parts.front().name);
 }
 
-optim::NormGroup norm_group(const GradientSynchronizer& synchronizer) {
-  optim::NormGroup terms{.parameters = synchronizer.updated(), .reduce = {}};
-  require(!terms.parameters.empty(), "clip_grad_norm: the wrapper has no parameters");
-  const comm::Group group = synchronizer.norm_group();
-  refuse_cut_layers(synchronizer, terms.parameters, group);
-  if (group.size() > 1) {
-    terms.reduce = [group](at::Tensor& sums) {
-      const comm::CallSite site("norm");
-      comm::all_reduce(group, sums);
-    };
+using Groups = std::vector<comm::Group>;
+
+bool is_same(const comm::Group& a, const comm::Group& b) { return a.engine() == b.engine(); }
+
+/// What `within`, a wrapper's ranks, hold of these parameters: a group for each set of ranks that layers are cut over besides, in the order of their first
+/// parameter, which is that of all ranks. Sums meet over one group of ranks after the other, which are the axes of a grid.
+void add_norm_groups(std::vector<nn::NamedParameter> parameters, const comm::Group& within, std::vector<optim::NormGroup>& groups) {
+  std::vector<std::pair<Groups, optim::NormGroup>> found;
+  nn::require_terms_summed("clip_grad_norm", parameters);
+  for (auto& parameter : parameters) {
+    Groups over;
+    if (within.size() > 1) over.push_back(within);
+    bool counts = true;
+    for (const nn::Dealt& dealt : nn::dealt_of(parameter.tensor)) {
+      if (dealt.group.size() > 1) over.push_back(dealt.group);
+      counts &= dealt.counts_here();
+    }
+    auto place = std::ranges::find_if(found, [&](const auto& known) { return std::ranges::equal(known.first, over, is_same); });
+    if (place == found.end()) place = found.insert(place, {over, {}});
+    (counts ? place->second.parameters : place->second.elsewhere).push_back(std::move(parameter));
   }
-  return terms;
+  for (auto& [over, group] : found) {
+    if (!over.empty()) {
+      group.reduce = [over = over](at::Tensor& sums) {
+        const comm::CallSite site("norm");
+        for (const comm::Group& ranks : over) comm::all_reduce(ranks, sums);
+      };
+    }
+    groups.push_back(std::move(group));
+  }
+}
+
+/// Returns how many of the wrapper's parameters have gradients.
+size_t add_norm_groups(const GradientSynchronizer& synchronizer, std::vector<optim::NormGroup>& groups) {
+  auto parameters = synchronizer.updated();
+  require(!parameters.empty(), "clip_grad_norm: the wrapper has no parameters");
+  const comm::Group group = synchronizer.norm_group();
+  refuse_cut_layers(synchronizer, parameters, group);
+  const auto with_gradients =
+      std::ranges::count_if(parameters, [](const auto& parameter) { return parameter.tensor.is_floating_point() || parameter.tensor.is_complex(); });
+  add_norm_groups(std::move(parameters), group, groups);
+  return static_cast<size_t>(with_gradients);
 }
 
 /// Of a model in stages, all that has gradients has to be there, with memory.
@@ -87,16 +109,17 @@ at::Tensor clip(const std::vector<optim::NormGroup>& groups, double max_norm) {
   require(max_norm > 0, "clip_grad_norm: max_norm = ", max_norm, ": a norm above 0 is expected");
   const nn::Unwatched quietly;  // wrappers refuse norms of slices by others
   at::Tensor norm = optim::global_norm(groups);
-  for (const auto& group : groups) optim::clip_gradients(group.parameters, norm, max_norm);
+  optim::clip_gradients(groups, norm, max_norm);
   return norm;
 }
 
 }  // namespace
 
 at::Tensor clip_grad_norm(const GradientSynchronizer& synchronizer, double max_norm) {
-  const optim::NormGroup group = norm_group(synchronizer);
-  refuse_part_of_a_model(group.parameters);
-  return clip({group}, max_norm);
+  refuse_part_of_a_model(synchronizer.updated());
+  std::vector<optim::NormGroup> groups;
+  add_norm_groups(synchronizer, groups);
+  return clip(groups, max_norm);
 }
 
 std::vector<optim::NormGroup> optim::norm_groups(const torch::nn::Module& model) {
@@ -115,14 +138,12 @@ std::vector<optim::NormGroup> optim::norm_groups(const torch::nn::Module& model)
   }
   std::vector<optim::NormGroup> groups;
   for (const GradientSynchronizer* wrapper : wrappers) {
-    groups.push_back(norm_group(*wrapper));
-    const auto with_gradients = static_cast<size_t>(std::ranges::count_if(
-        groups.back().parameters, [](const auto& parameter) { return parameter.tensor.is_floating_point() || parameter.tensor.is_complex(); }));
+    const size_t with_gradients = add_norm_groups(*wrapper, groups);
     require(wrapped[wrapper] == with_gradients, "clip_grad_norm: '", model.name(), "' has ", wrapped[wrapper], " of the ", with_gradients,
             " parameters of a wrapped module; clip the wrapper, or the module that it wraps");
   }
   refuse_cut_layers(alone);
-  if (!alone.empty()) groups.push_back({.parameters = std::move(alone), .reduce = {}});
+  add_norm_groups(std::move(alone), comm::Group::self(), groups);
   return groups;
 }
 

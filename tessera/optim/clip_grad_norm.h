@@ -15,9 +15,11 @@ namespace tessera {
 /// min(1, max_norm / (norm + 1e-6)). Right for a model without a wrapper and under every one (DistributedDataParallel, ShardedDataParallel,
 /// FullyShardedDataParallel, several in one model), between backward and the optimizer's step: where gradients lie in parts, their terms are added up over the
 /// ranks that hold them, tied parameters once. Returns the norm before clipping, an fp64 scalar on the gradients' device; nothing is read on the host.
-/// Collective where gradients lie in parts. Traffic: an all-reduce of one number a wrapper. Throws ConfigError where a part of a wrapped module is asked for,
-/// for layers that are cut over further ranks (tensor parallelism), whose terms it does not see,
-/// and for a part of a model whose other parts lie on other ranks (the stages of pipeline::split).
+/// Layers that parallelize_module or expert_parallel have cut are counted over those ranks, too, each element once; where ranks have terms of a gradient
+/// (sequence parallelism, keys and values that they share) nn::sum_terms comes before. Collective where gradients lie in parts. Traffic: of each wrapper an
+/// all-reduce of one number, and one for each group of ranks that cuts its layers besides. Throws ConfigError where a part of a wrapped module is asked for,
+/// for terms that were never summed, for layers of which nothing says over which ranks they are cut, and for a part of a model whose other parts lie on other
+/// ranks (the stages of pipeline::split).
 at::Tensor clip_grad_norm(const torch::nn::Module& model, double max_norm);
 
 /// The same of what one wrapper synchronizes.

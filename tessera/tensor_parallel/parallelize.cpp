@@ -39,6 +39,8 @@ namespace {
 
 using tensor_parallel::convertible;
 
+constexpr const char* kName = "parallelize_module";
+
 /// Refuses to compute with parts of which libtorch has forgotten what they are parts of: gradients would miss the other ranks' terms, and checkpoints would
 /// take a part for the whole.
 class KnownParts final : public nn::Interceptor {
@@ -105,12 +107,15 @@ class Builder {
       if (size() == 1) break;
       if (std::ranges::any_of(nn::sharings_of(parameter.tensor), is_ours)) continue;
       const auto found = sharings_.find(parameter.tensor.unsafeGetTensorImpl());
-      nn::Sharing sharing = found == sharings_.end() ? everyone(/*is_term=*/false) : found->second;
+      const bool dealt = found == sharings_.end() && is_dealt_here(parameter);
+      nn::Sharing sharing = dealt ? own_part() : found == sharings_.end() ? everyone(/*is_term=*/false) : found->second;
       sharing.even = even_;
-      if (sharing.sets > 1) nn::note_dealt(parameter.tensor, context_->group, sharing.first, sharing.holders, "parallelize_module");
+      if (sharing.sets > 1 && !dealt) {
+        nn::note_dealt(parameter.tensor, {.group = context_->group, .first = sharing.first, .holders = sharing.holders, .by = kName});
+      }
       nn::add_sharing(parameter.tensor, std::move(sharing));
     }
-    return std::make_unique<TensorParallel>(context_->group, context_, std::move(attached_));
+    return std::make_unique<TensorParallel>(context_->group, context_, alive_, std::move(attached_));
   }
 
  private:
@@ -123,6 +128,25 @@ class Builder {
     sharing.is_term = is_term;
     return sharing;
   }
+  nn::Sharing own_part() const {
+    nn::Sharing sharing = held_by(context_->group.rank(), 1);
+    sharing.set = sharing.rank;
+    sharing.sets = size();
+    return sharing;
+  }
+
+  /// Whether somebody else (expert_parallel) has given each rank of the group other elements of what no style cuts.
+  bool is_dealt_here(const nn::NamedParameter& parameter) const {
+    for (const nn::Dealt& dealt : nn::dealt_of(parameter.tensor)) {
+      int others = 0;
+      for (int member = 0; member < size(); ++member) others += dealt.holds_others(context_->group.world_rank(member)) ? 1 : 0;
+      require(others == 0 || others == size() - 1, "parallelize_module: '", parameter.name, "' is dealt over ", dealt.group.name(), " by ", dealt.by,
+              ", which has ", others + 1, " of the ", size(), " ranks of ", context_->group.name(), ": deal it over all of them, or over one");
+      if (others > 0) return true;
+    }
+    return false;
+  }
+
   size_t rank() const { return static_cast<size_t>(context_->group.rank()); }
 
   template <class... What>
@@ -175,7 +199,9 @@ class Builder {
     for (const at::Tensor& parameter : module.parameters()) {
       if (owners_.contains(&module) && sharings_.contains(parameter.unsafeGetTensorImpl())) shared.push_back(parameter);
     }
-    if (!shared.empty()) attached_.add(nn::attach(module, std::make_shared<KnownParts>(context_->group.name(), shared)));
+    if (shared.empty()) return;
+    attached_.add(nn::attach(module, std::make_shared<KnownParts>(context_->group.name(), shared)));
+    nn::require_handle(module, alive_, kName);
   }
 
   void check_layouts(TensorLayout from, TensorLayout to, const char* which) const {
@@ -193,12 +219,7 @@ class Builder {
   }
 
   /// Each rank has a part of its own.
-  void remember_cut(const at::Tensor& parameter) {
-    nn::Sharing sharing = held_by(context_->group.rank(), 1);
-    sharing.set = sharing.rank;
-    sharing.sets = size();
-    remember(parameter, std::move(sharing));
-  }
+  void remember_cut(const at::Tensor& parameter) { remember(parameter, own_part()); }
 
   /// Each has one of these shares, which may be another's, too; then its gradient is one of several terms.
   void remember_shares(const at::Tensor& parameter, const std::vector<FeatureShare>& shares) {
@@ -359,14 +380,21 @@ class Builder {
   std::string path_, style_;
   std::map<const nn::Module*, std::string> owners_;
   std::map<const c10::TensorImpl*, nn::Sharing> sharings_;
-  std::map<const c10::TensorImpl*, std::string> cut_by_;  ///< of what is cut: the style that did
-  bool even_ = true;                                      ///< ranks hold parts of one size, of each parameter
+  std::map<const c10::TensorImpl*, std::string> cut_by_;         ///< of what is cut: the style that did
+  std::shared_ptr<const void> alive_ = std::make_shared<int>();  ///< as long as the handle is
+  bool even_ = true;                                             ///< ranks hold parts of one size, of each parameter
   Attachment attached_;
 };
 
 /// What one plan has said of all parameters (whole on all ranks, or a term) another would not change, and layers of both would convert twice.
 void require_first_plan(const torch::nn::Module& root, const comm::Group& group) {
   if (group.size() == 1) return;
+  for (const auto& parameter : nn::unique_parameters(root)) {
+    for (const nn::Dealt& dealt : nn::dealt_of(parameter.tensor)) {
+      require(dealt.by != kName || dealt.group.name() != group.name(), "parallelize_module: '", parameter.name, "' is cut over ", group.name(),
+              " by an earlier call, which has said of every parameter who holds it; give one plan for the whole model");
+    }
+  }
   root.apply([&](const std::string& path, const torch::nn::Module& module) {
     const auto* const ours = dynamic_cast<const nn::Module*>(&module);
     if (ours == nullptr || ours->chain() == nullptr) return;
@@ -378,12 +406,21 @@ void require_first_plan(const torch::nn::Module& root, const comm::Group& group)
   });
 }
 
+/// A module with values is cut as it is on each rank: of ranks that differ the parts would be those of different models.
+void equalize(torch::nn::Module& module, const comm::Group& group, ReplicaStart start) {
+  const auto is_whole_here = [](const nn::NamedParameter& parameter) { return nn::dealt_of(parameter.tensor).empty(); };
+  const auto parameters = nn::unique_parameters(module, is_whole_here);
+  if (std::ranges::any_of(parameters, [](const auto& parameter) { return parameter.tensor.is_meta(); })) return;
+  equalize_replicas(module, group, start, is_whole_here, kName);
+}
+
 std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const ParallelPlan& plan, std::shared_ptr<tensor_parallel::Context> context,
                                           const TensorParallelOptions& options = {}) {
   require(!plan.empty(), "parallelize_module: the plan has no entries, so every rank would compute the whole; give it path patterns with their styles");
   nn::assign_paths(module);
   nn::check_no_bypass(module);
   require_first_plan(module, context->group);
+  equalize(module, context->group, options.replicas);
   Builder builder(std::move(context), plan, options);
   for (const auto& [pattern, style] : plan) {
     for (const auto& [path, matching] : nn::interceptable_modules(module, pattern)) builder.apply(path, *matching, style);

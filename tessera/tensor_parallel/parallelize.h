@@ -11,6 +11,7 @@
 #include "tessera/core/attachment.h"
 #include "tessera/nn/parallel_plan.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/replicas.h"
 
 namespace tessera {
 
@@ -18,12 +19,13 @@ namespace tensor_parallel {
 struct Context;
 }
 
-/// A module whose layers are cut over a group; made by parallelize_module. Destroying it detaches what was attached, while parameters stay cut. What the ranks
-/// hold of each parameter is said beside its slice (nn/sharing.h): nn::sum_terms once a step, and nn::counted_once in a norm, go by it.
+/// A module whose layers are cut over a group; made by parallelize_module, and kept for as long as the module computes: parameters stay cut when it goes, and
+/// calls of their layers are refused from then on. What the ranks hold of each parameter is said beside its slice (nn/sharing.h): nn::sum_terms once a step,
+/// and nn::counted_once in a norm, go by it.
 class TensorParallel {
  public:
-  TensorParallel(comm::Group group, std::shared_ptr<tensor_parallel::Context> context, Attachment attached)
-      : group_(std::move(group)), context_(std::move(context)), attached_(std::move(attached)) {}
+  TensorParallel(comm::Group group, std::shared_ptr<tensor_parallel::Context> context, std::shared_ptr<const void> alive, Attachment attached)
+      : group_(std::move(group)), context_(std::move(context)), alive_(std::move(alive)), attached_(std::move(attached)) {}
 
   const comm::Group& group() const { return group_; }
 
@@ -34,6 +36,7 @@ class TensorParallel {
  private:
   comm::Group group_;
   std::shared_ptr<tensor_parallel::Context> context_;
+  std::shared_ptr<const void> alive_;
   Attachment attached_;
 };
 
@@ -44,6 +47,9 @@ struct TensorParallelOptions {
   /// tensor.overlap: layers compute while their parts are on the way (overlap.h); of those behind a PrepareInput, the ones it names. Same traffic, sums in
   /// another order.
   bool overlap = false;
+  /// Of a module with values, of which each rank keeps its part: whether the whole is the same on all ranks, or rank 0's. Experts that are dealt already are
+  /// left out; a module on meta has no values yet.
+  ReplicaStart replicas = ReplicaStart::Check;
 };
 
 /// Cuts the layers of `module` over `group` as `plan` says, in place. On meta nothing has memory yet, and materialize draws this rank's slices; a module with

@@ -20,6 +20,7 @@
 #include "tessera/nn/meta.h"
 #include "tessera/nn/record_events.h"
 #include "tessera/nn/saved_tensors.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/nn/weight_gradients.h"
 #include "tests/refusal.h"
 #include "tests/test_device.h"
@@ -29,6 +30,7 @@ namespace {
 
 using comm::run_ranks;
 using comm::World;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing_support::refusal;
 
@@ -225,6 +227,33 @@ TEST(ExpertParallel, ComputesRowsOnceWhereRanksRouteTheSameTokens) {
       }
     });
   }
+}
+
+/// By themselves a rank's experts compute something; without the others, nothing of meaning.
+TEST(ExpertParallel, ExpertsWithoutTheirHandleAreRefusedByName) {
+  run_ranks(2, [](World& world) {
+    MixtureFeedForward mixture = on_meta_mixture(sizes(4));
+    auto parallel = expert_parallel(*mixture, world.group());
+    draw(mixture);
+    passes(mixture, numbers(5, 0.4));
+    parallel.reset();
+    EXPECT_THAT(refusal([&] { passes(mixture, numbers(5, 0.4)); }), HasSubstr("expert_parallel: 'experts' is called, and what was returned for it is gone"));
+  });
+}
+
+/// Whose experts ranks of one model hold has to be known wherever their gradients are summed.
+TEST(ExpertParallel, RanksThatRouteTheSameTokensAreDealtToOrSayWhatTheyHold) {
+  run_ranks(4, [](World& world) {
+    const comm::Group pair = world.subgroup({world.rank() / 2 * 2, world.rank() / 2 * 2 + 1}, "tp");
+    const comm::Group across = world.subgroup({world.rank() % 2, world.rank() % 2 + 2}, "ep");
+    MixtureFeedForward mixture = on_meta_mixture(sizes(4));
+    EXPECT_THAT(refusal([&] { (void)expert_parallel(*mixture, across, {.same_tokens = pair}); }),
+                AllOf(HasSubstr("same_tokens (tp) has ranks that are not in the group (ep)"), HasSubstr("nn::add_sharing")));
+    for (const auto& weight : nn::unique_parameters(*mixture, experts_of(*mixture, true))) {
+      nn::add_sharing(weight.tensor, {.axis = "tp", .rank = pair.rank(), .holders = 2, .is_term = true});
+    }
+    EXPECT_NO_THROW((void)expert_parallel(*mixture, across, {.same_tokens = pair}));
+  });
 }
 
 TEST(ExpertParallel, DrawsTheSameExpertsAndKeepsThoseWithValues) {

@@ -438,7 +438,8 @@ TEST(Overlap, LayersThatDoNotTakeWhatIsPreparedAreRefused) {
     const auto outer = std::make_shared<Outer>();
     const auto tensor = parallelize_module(
         *outer, world.group(),
-        {{"inner", PrepareInput{.from = Replicated, .to = Copied, .layers = {"used", "idle"}}}, {"inner.*", ColumnParallel{.input = Copied}}}, kOverlap);
+        {{"inner", PrepareInput{.from = Replicated, .to = Copied, .layers = {"used", "idle"}}}, {"inner.*", ColumnParallel{.input = Copied}}},
+        {.overlap = true, .replicas = ReplicaStart::Broadcast});
     try {
       nn::call(*outer->inner, numbers({1, 3, 4}));
       ADD_FAILURE() << "accepted";

@@ -197,7 +197,7 @@ TEST(TensorParallel, LayersThatAreCalledDirectlyAreCutAllTheSame) {
     const at::Tensor expected = whole.forward(x);
     run_ranks(2, [&](World& world) {
       DirectImpl net(any);  // on the stack
-      const auto tensor = parallelize_module(net, world.group(), plan);
+      const auto tensor = parallelize_module(net, world.group(), plan, {.replicas = ReplicaStart::Broadcast});
       materialize(net, 2, testing_support::test_device());
       EXPECT_LT((net.forward(x) - expected).abs().max().item<double>(), 1e-6);
       net.forward(x).sum().backward();
@@ -212,7 +212,7 @@ TEST(TensorParallel, AModuleOfTheUserThatIsCalledDirectlyIsNamed) {
                           {"gated.w2", RowParallel{.output = TensorLayout::Sequence}}};
   run_ranks(2, [&](World& world) {
     DirectImpl net(/*any=*/false);
-    const auto tensor = parallelize_module(net, world.group(), plan);
+    const auto tensor = parallelize_module(net, world.group(), plan, {.replicas = ReplicaStart::Broadcast});
     materialize(net, 2, testing_support::test_device());
     std::string refused;
     try {
@@ -257,14 +257,14 @@ TEST(TensorParallel, TiedWeightsAreCutAlikeOrRefusedByName) {
   run_ranks(2, [&](World& world) {
     const auto refusal = [&](const ParallelPlan& plan) {
       TiedSquare net;
-      return testing_support::refusal([&] { (void)parallelize_module(net, world.group(), plan); });
+      return testing_support::refusal([&] { (void)parallelize_module(net, world.group(), plan, {.replicas = ReplicaStart::Broadcast}); });
     };
     const ColumnParallel whole{.output = TensorLayout::Replicated};
     EXPECT_THAT(refusal({{"a", ColumnParallel{}}, {"b", RowParallel{}}}),
                 AllOf(HasSubstr("RowParallel of 'b'"), HasSubstr("ColumnParallel of 'a'"), HasSubstr("untie")));
     EXPECT_THAT(refusal({{"a", whole}}), AllOf(HasSubstr("'b' shares a weight"), HasSubstr("ColumnParallel of 'a'")));
     TiedSquare net;
-    EXPECT_NO_THROW((void)parallelize_module(net, world.group(), {{"a", whole}, {"b", whole}}));
+    EXPECT_NO_THROW((void)parallelize_module(net, world.group(), {{"a", whole}, {"b", whole}}, {.replicas = ReplicaStart::Broadcast}));
   });
 }
 
@@ -323,7 +323,7 @@ TEST(TensorParallel, SequencesOfTwoLengthsAreRefusedByName) {
                                             {"drop", SequenceParallel{}},
                                             {"gated.w1", ColumnParallel{.input = stream}},
                                             {"gated.w3", ColumnParallel{.input = stream}},
-                                            {"gated.w2", RowParallel{}}});
+                                            {"gated.w2", RowParallel{}}}, {.replicas = ReplicaStart::Broadcast});
     const at::Tensor first = net->embed(sample(1, 8, 29).tokens), second = net->embed(sample(1, 12, 29).tokens);
     EXPECT_NO_THROW(net->drop(second));
     EXPECT_THAT(testing_support::refusal([&] { net->drop(first); }), AllOf(HasSubstr("'drop' takes a part of 4 positions"), HasSubstr("one length")));
@@ -338,9 +338,42 @@ TEST(TensorParallel, OnePlanIsForTheWholeModel) {
     auto tensor = parallelize_module(net, world.group(), {{"gated0.w1", ColumnParallel{}}, {"gated0.w3", ColumnParallel{}}, {"gated0.w2", RowParallel{}}});
     const ParallelPlan second{{"gated1.w1", ColumnParallel{}}, {"gated1.w3", ColumnParallel{}}, {"gated1.w2", RowParallel{}}};
     EXPECT_THAT(testing_support::refusal([&] { (void)parallelize_module(net, world.group(), second); }),
-                AllOf(HasSubstr("'gated0.w1'"), HasSubstr("one plan for the whole model")));
+                AllOf(HasSubstr("'gated0.w1"), HasSubstr("one plan for the whole model")));
     tensor.reset();
-    EXPECT_NO_THROW((void)parallelize_module(net, world.group(), second)) << "nothing is attached any more";
+    EXPECT_THAT(testing_support::refusal([&] { (void)parallelize_module(net, world.group(), second); }), HasSubstr("'gated0.w1"));
+  });
+}
+
+/// By itself a part of a layer computes something of the right shape.
+TEST(TensorParallel, LayersWithoutTheirHandleAreRefusedByName) {
+  const Sample batch = sample(2, 7, 29);
+  run_ranks(2, [&](World& world) {
+    TokenNet net = made();
+    auto tensor = parallelize_module(net, world.group(), token_net_plan(false));
+    forward_backward(net, batch);
+    tensor.reset();
+    EXPECT_THAT(testing_support::refusal([&] { forward_backward(net, batch); }),
+                AllOf(HasSubstr("parallelize_module: 'embed' is called"), HasSubstr("const auto parallel = ")));
+  });
+}
+
+/// Parts of models of other seeds would make up one that nobody drew, and what is not cut would differ for good.
+TEST(TensorParallel, RanksThatAreSeededApartAreRefusedOrTakeRankZeros) {
+  const Sample batch = sample(2, 7, 29);
+  const Reference expected = reference(batch);
+  run_ranks(3, [&](World& world) {
+    const auto own = [&] {
+      TokenNet net = made();
+      const at::NoGradGuard no_grad;
+      if (world.rank() == 2) net->norms[1]->bias.add_(1);
+      return net;
+    };
+    TokenNet net = own();
+    EXPECT_THAT(testing_support::refusal([&] { (void)parallelize_module(net, world.group(), token_net_plan(false)); }),
+                AllOf(HasSubstr("parallelize_module: the replicas differ: parameter 'norm1.bias'"), HasSubstr("is another one on rank 2")));
+    TokenNet same = own();
+    const auto tensor = parallelize_module(same, world.group(), token_net_plan(false), {.replicas = ReplicaStart::Broadcast});
+    EXPECT_EQ(difference_from(*same, expected.values, /*values=*/true), 0);
   });
 }
 

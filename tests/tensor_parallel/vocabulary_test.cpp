@@ -138,7 +138,7 @@ TEST_P(VocabularyHead, PlainOperatorsMeetAsTheFusedOneDoes) {
 TEST(VocabularyHeads, AnIdThatIsInNoVocabularyIsRefused) {
   run_ranks(2, [&](World& world) {
     nn::Embedding embedding(kVocabulary, kHidden);
-    const auto tensor = parallelize_module(*embedding, world.group(), {{"", VocabParallelEmbedding{}}});
+    const auto tensor = parallelize_module(*embedding, world.group(), {{"", VocabParallelEmbedding{}}}, {.replicas = ReplicaStart::Broadcast});
     for (const int64_t id : {int64_t{-1}, int64_t{kVocabulary}, int64_t{1} << 40}) {
       EXPECT_THAT(refusal([&] { (void)embedding(at::full({1, 3}, id, at::kLong)); }), ::testing::HasSubstr("id " + std::to_string(id) + " is not in"));
     }
@@ -152,7 +152,7 @@ TEST(VocabularyHeads, EvaluationIsThePlainCrossEntropy) {
   run_ranks(2, [&](World& world) {
     const auto net = std::make_shared<VocabularyNet>();
     const at::Tensor hidden = at::ones({2, 7, kHidden});
-    const auto tensor = parallelize_module(*net, world.group(), {{"head", VocabParallelHead{}}});
+    const auto tensor = parallelize_module(*net, world.group(), {{"head", VocabParallelHead{}}}, {.replicas = ReplicaStart::Broadcast});
     const at::NoGradGuard no_grad;
     const double plain = net->head->loss_sum(hidden, batch.labels).item<double>();
     net->head->set_loss({.label_smoothing = 0.5, .z_loss = 0.1});

@@ -288,6 +288,7 @@ TEST(DisjointWrappers, ZeroMayBeMadeInAnotherOrderOnEachRank) {
 
 /// Experts are dealt over two of four ranks, so fewer ranks hold each of them than hold the router.
 TEST(DisjointWrappers, ExpertsAndTheRestAreTwoSets) {
+  constexpr double max_norm = 0.01;
   const ModelConfig config{.family = "mixtral", .dim = 12, .layers = 1, .heads = 2, .ffn_dim = 7, .experts = 6, .experts_per_token = 2};
   const auto make = [&] {
     auto mixture = on_meta([&] { return MixtureFeedForward(config); });
@@ -306,9 +307,12 @@ TEST(DisjointWrappers, ExpertsAndTheRestAreTwoSets) {
   MixtureFeedForward whole = make();
   draw(whole);
   const auto reference = sgd_of_set(whole->parameters());
+  std::vector<double> norms;
   for (int step = 0; step < 3; ++step) {
     reference->zero_grad();
     loss(whole, 1, 0).backward();
+    norms.push_back(clip_grad_norm(whole, max_norm).item<double>());
+    EXPECT_GT(norms.back(), 1.2 * max_norm) << "nothing is clipped";
     reference->step();
   }
   for (const std::string technique : {"ddp", "zero1", "zero2", "fsdp"}) {
@@ -326,6 +330,7 @@ TEST(DisjointWrappers, ExpertsAndTheRestAreTwoSets) {
       for (int step = 0; step < 3; ++step) {
         optimizer.zero_grad();
         loss(mixture, 4, world.rank()).backward();
+        EXPECT_NEAR(clip_grad_norm(mixture, max_norm).item<double>(), norms[static_cast<size_t>(step)], 1e-5 * norms[static_cast<size_t>(step)]);
         optimizer.step();
       }
       for (const auto& wrapper : {dense.get(), sparse.get()}) trained.add_values(wrapper->updated());

@@ -18,6 +18,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/lora/lora.h"
 #include "tessera/mesh/mesh.h"
@@ -540,12 +541,72 @@ TEST(OwnLoops, WholeModelsOfCutLayers) {
   }
 }
 
+/// Experts dealt over the ranks that cut the other layers, which take the same tokens or each a part of the sequence.
+TEST(OwnLoops, ExpertsOverTheRanksOfTheCut) {
+  auto config = small_config();
+  config.model.family = "mixtral";
+  config.model.experts = 4;
+  config.model.experts_per_token = 2;
+  constexpr double max_norm = 0.2;
+  struct Seen {
+    std::vector<double> losses, norms;
+  };
+  const auto train = [&](int ranks, int tp, bool sequence, const std::string& wrapped) {
+    Seen seen;
+    run_ranks(ranks, [&](World& world) {
+      const tessera::Mesh mesh(world, {{"dp", world.size() / tp}, {"tp", tp}});
+      auto model = tessera::on_meta([&] { return tessera::make_model(config.model); });
+      const auto dealt = tessera::expert_parallel(*model, mesh["tp"], {.same_tokens = sequence ? tessera::comm::Group::self() : mesh["tp"]});
+      const auto parallel = tessera::parallelize_module(*model, mesh["tp"], tessera::parallel_plan(*model, sequence));
+      std::unique_ptr<tessera::GradientSynchronizer> wrapper;
+      if (wrapped == "fsdp") wrapper = tessera::fully_shard(*model, mesh["dp"], {.wrap = "layers.*"});
+      tessera::materialize(*model, 1);
+      if (wrapped == "ddp") wrapper = std::make_unique<tessera::DistributedDataParallel>(*model, mesh["dp"]);
+      tessera::optim::AdamW optimizer(tessera::optim::decay_groups(wrapper->updated(), "all", /*weight_decay=*/0.0));
+      for (const auto& [ids, labels] : sequences_of(ranks / tp, world.rank() / tp, 3)) {
+        model->zero_grad();
+        const torch::Tensor loss = model->loss_sum(ids, labels) / static_cast<double>(kRows * 8);
+        loss.backward();
+        tessera::nn::sum_terms(parallel->group(), wrapper->updated(), mesh[{"dp", "tp"}]);
+        const double norm = tessera::clip_grad_norm(*model, max_norm).item<double>();
+        optimizer.step(1e-2);
+        const auto all = torch::tensor({loss.item<double>()}, at::kDouble);
+        tessera::comm::all_reduce(mesh["dp"], all);
+        if (world.rank() == 0) seen.losses.push_back(all.item<double>()), seen.norms.push_back(norm);
+      }
+    });
+    return seen;
+  };
+  const Seen alone = train(1, 1, false, "ddp");
+  EXPECT_GT(alone.norms.back(), 1.2 * max_norm) << "nothing is clipped";
+  for (const bool sequence : {false, true}) {
+    for (const std::string wrapped : {"ddp", "fsdp"}) {
+      for (const auto& [ranks, tp] : {std::pair(2, 2), {4, 2}}) {
+        const Seen seen = train(ranks, tp, sequence, wrapped);
+        for (size_t i = 0; i < alone.losses.size(); ++i) {
+          EXPECT_NEAR(seen.losses[i], alone.losses[i], 2e-5 * alone.losses[i])
+              << wrapped << ", " << tp << " of " << ranks << ", sequence " << sequence << ", step " << i;
+          EXPECT_NEAR(seen.norms[i], alone.norms[i], 5e-5 * alone.norms[i])
+              << wrapped << ", " << tp << " of " << ranks << ", sequence " << sequence << ", step " << i;
+        }
+      }
+    }
+  }
+  run_ranks(2, [&](World& world) {
+    auto model = tessera::on_meta([&] { return tessera::make_model(config.model); });
+    const auto parallel = tessera::parallelize_module(*model, world.group(), tessera::parallel_plan(*model, false));
+    EXPECT_THAT(tessera::testing_support::refusal([&] { (void)tessera::expert_parallel(*model, world.group()); }),
+                ::testing::HasSubstr("call expert_parallel before it"));
+  });
+}
+
 /// As others do it, quantized first and adapted then: the order is another here, and is said.
 TEST(OwnLoops, WhatIsInFewBitsIsNeitherAdaptedNorCut) {
   run_ranks(2, [](World& world) {
     const auto quantized = [] {
       tessera::nn::Linear linear(64, 64);
       linear->weight.set_requires_grad(false);
+      torch::nn::init::zeros_(linear->bias);
       const auto net = std::make_shared<torch::nn::Module>("net");
       net->register_module("layer", linear);
       tessera::quantize::quantize_weights(*net, {.modules = {"layer"}}, at::kCPU);

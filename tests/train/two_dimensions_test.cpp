@@ -11,7 +11,6 @@
 #include <torch/nn.h>
 #include <torch/optim.h>
 
-#include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
@@ -19,7 +18,6 @@
 #include "tessera/nn/layers.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/sharing.h"
-#include "tessera/optim/clip.h"
 #include "tessera/optim/clip_grad_norm.h"
 #include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/zero/sharded_data_parallel.h"
@@ -151,12 +149,9 @@ TEST(TwoDimensions, TheProgramOfThePageIsOneDevices) {
       torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.5).momentum(0.9));
       for (const auto& [ids, labels] : mine) {  // rows by mesh.rank("dp"); the ranks of a tp group take the same
         optimizer.zero_grad();
-        (model(ids, labels) / tokens).backward();  // of the whole batch, for terms are summed: `average` stays false
-        const auto updated = sharded->updated();
-        tessera::nn::sum_terms(parallel->group(), updated, everyone);  // norms and biases, of which each tp rank has a term
-        const auto counted = tessera::nn::counted_once(updated);       // what several tp ranks hold alike, on the first of them
-        const torch::Tensor norm = tessera::optim::global_norm({{counted, [&](at::Tensor& sums) { tessera::comm::all_reduce(everyone, sums); }}});
-        tessera::optim::clip_gradients(updated, norm, /*max_norm=*/0.5);
+        (model(ids, labels) / tokens).backward();                                 // of the whole batch, for terms are summed: `average` stays false
+        tessera::nn::sum_terms(parallel->group(), sharded->updated(), everyone);  // norms and biases, of which each tp rank has a term
+        const torch::Tensor norm = tessera::clip_grad_norm(model, /*max_norm=*/0.5);
         optimizer.step();
         norms.push_back(norm.item<double>());
       }
@@ -232,18 +227,79 @@ TEST(TwoDimensions, TermsOfUnevenCutsMeetAtTheirPlaces) {
   }
 }
 
-/// Where ranks would part silently, or by a norm of their own.
-TEST(TwoDimensions, ClippingAsWithoutCutLayersNamesWhatToWrite) {
-  run_ranks(4, [](World& world) {
-    const tessera::Mesh mesh(world, {{"dp", 2}, {"tp", 2}});
-    Net model = tessera::on_meta([] { return Net(); });
-    const auto parallel = tessera::parallelize_module(model, mesh["tp"], net_plan());
-    const auto sharded = tessera::fully_shard(model, mesh["dp"]);
-    tessera::materialize(model, 1);
-    const Batch batch = batches(1).front();
-    model(batch.ids, batch.labels).backward();
-    EXPECT_THAT(tessera::testing_support::refusal([&] { tessera::clip_grad_norm(*sharded, 1.0); }),
-                ::testing::AllOf(HasSubstr("counted_once"), HasSubstr("global_norm"), HasSubstr("sum_terms")));
+/// One call, whatever wraps the model, or nothing: each element counts once, and every rank clips by the same norm.
+TEST(TwoDimensions, ClippingIsOneDevicesUnderEveryWrapper) {
+  const Batch batch = batches(1).front();
+  Net whole = tessera::on_meta([] { return Net(); });
+  tessera::materialize(whole, 1);
+  whole(batch.ids, batch.labels).backward();
+  const double expected = tessera::clip_grad_norm(whole, 0.5).item<double>();
+  Values clipped;
+  for (const auto& [name, tensor, aliases] : tessera::nn::unique_parameters(*whole)) clipped[name] = tensor.grad();
+  const std::vector<std::pair<int, int>> sizes{{4, 2}, {6, 3}, {2, 2}};
+  for (const std::string technique : {"none", "ddp", "zero1", "zero2", "fsdp"}) {
+    for (const auto& [ranks, tp] : sizes) {
+      run_ranks(ranks, [&, ranks = ranks, tp = tp](World& world) {
+        const tessera::Mesh mesh(world, {{"dp", ranks / tp}, {"tp", tp}});
+        Net model = tessera::on_meta([] { return Net(); });
+        const auto parallel = tessera::parallelize_module(model, mesh["tp"], net_plan());
+        std::unique_ptr<tessera::GradientSynchronizer> wrapper;
+        if (technique == "fsdp") wrapper = tessera::fully_shard(model, mesh["dp"]);
+        tessera::materialize(model, 1);
+        if (technique == "ddp") wrapper = std::make_unique<tessera::DistributedDataParallel>(*model, mesh["dp"]);
+        if (technique.starts_with("zero")) {
+          wrapper = std::make_unique<tessera::ShardedDataParallel>(*model, tessera::ShardGroups{.shard = mesh["dp"]},
+                                                                   tessera::ZeroOptions{.stage = technique == "zero1" ? 1 : 2});
+        }
+        const auto [begin, rows] = wrapper ? tessera::chunk(4, ranks / tp, mesh.rank("dp")) : std::pair<int64_t, int64_t>(0, 4);
+        model(batch.ids.narrow(0, begin, rows), batch.labels.narrow(0, begin, rows)).backward();
+        EXPECT_THAT(tessera::testing_support::refusal([&] { tessera::clip_grad_norm(model, 0.5); }),
+                    ::testing::AllOf(HasSubstr("'tp'"), HasSubstr("never summed"), HasSubstr("nn::sum_terms(parallel->group()")));
+        const auto updated = wrapper ? wrapper->updated() : tessera::nn::unique_parameters(*model);
+        tessera::nn::sum_terms(parallel->group(), updated);
+        const double norm = (wrapper && world.size() == 6 ? tessera::clip_grad_norm(*wrapper, 0.5) : tessera::clip_grad_norm(model, 0.5)).item<double>();
+        EXPECT_NEAR(norm, expected, 2e-5 * expected) << technique << ", " << tp << " of " << ranks;
+        EXPECT_LT(difference(updated, clipped, /*gradients=*/true), 5e-5) << technique << ", " << tp << " of " << ranks;
+      });
+    }
+  }
+}
+
+struct KeysImpl : tessera::nn::Module {
+  KeysImpl() {
+    register_module("query", query);
+    register_module("key", key);
+    register_module("out", out);
+  }
+  torch::Tensor forward(const torch::Tensor& x) {  // each of 4 heads of queries is scaled by its one of 2 heads of keys
+    const int64_t rows = x.size(0);
+    const auto q = query(x).view({rows, -1, 3}), k = key(x).view({rows, -1, 3});
+    return out((q * torch::tanh(k).repeat_interleave(q.size(1) / k.size(1), 1)).flatten(1));
+  }
+  tessera::nn::Linear query{5, 12}, key{5, 6}, out{12, 5};
+};
+TESSERA_MODULE(Keys);
+
+/// Keys that several ranks of a cut share count on the first of them.
+TEST(TwoDimensions, SharedKeysCountOnce) {
+  const auto made = [] {
+    Keys model = tessera::on_meta([] { return Keys(); });
+    tessera::materialize(model, 3);
+    return model;
+  };
+  const at::Tensor x = at::arange(30, at::kFloat).sin().view({6, 5});
+  Keys whole = made();
+  whole(x).square().sum().backward();
+  const double expected = tessera::clip_grad_norm(whole, 0.5).item<double>();
+  const auto queries = tessera::FeatureCut::query_heads(4, 2), keys = tessera::FeatureCut::key_value_heads(4, 2);
+  run_ranks(4, [&](World& world) {
+    Keys model = made();
+    const auto parallel = tessera::parallelize_module(
+        model, world.group(),
+        {{"query", tessera::ColumnParallel{.cut = queries}}, {"key", tessera::ColumnParallel{.cut = keys}}, {"out", tessera::RowParallel{.cut = queries}}});
+    model(x).square().sum().backward();
+    tessera::nn::sum_terms(parallel->group(), tessera::nn::unique_parameters(*model));
+    EXPECT_NEAR(tessera::clip_grad_norm(model, 0.5).item<double>(), expected, 1e-5 * expected);
   });
 }
 

@@ -53,7 +53,7 @@ at::Tensor clip_grad_norm(const SplitModel& model, const schedules::Schedule& sc
     comm::all_reduce(ranks, square);
     norm = square.sqrt();
   }
-  for (const auto& group : all) optim::clip_gradients(group.parameters, norm, max_norm);
+  optim::clip_gradients(all, norm, max_norm);
   return norm;
 }
 
