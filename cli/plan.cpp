@@ -226,6 +226,8 @@ void forget_layout(Config& config, const std::vector<std::string>& sets, const s
   if (config.offload != OffloadConfig{}) log().warn("{}: offload.* is not looked at, and is left out", flag);
   config.offload = {};
   config.tensor.sequence_parallel = false;
+  if (config.tensor.overlap) log().warn("{}: tensor.overlap is not looked at, and is left out", flag);
+  config.tensor.overlap = false;
   config.pipeline = {};
   config.batch.micro_size = 1;
   for (const std::string& set : sets) {

@@ -113,6 +113,17 @@ bool has_values(const std::vector<nn::NamedParameter>& parameters) {
   return std::ranges::none_of(parameters, [](const nn::NamedParameter& parameter) { return parameter.tensor.is_meta(); });
 }
 
+/// Whether a parameter is computed with, or its gradient kept, in another type than its own: then one rank has to do what several do.
+bool changes_dtypes(const std::vector<nn::NamedParameter>& parameters, const FullyShardOptions& options) {
+  return std::ranges::any_of(parameters, [&](const nn::NamedParameter& parameter) {
+    const at::ScalarType own = parameter.tensor.scalar_type();
+    if (!at::isFloatingType(own)) return false;
+    const bool computes = options.param_dtype.value_or(own) != own && (!options.cast || options.cast(parameter));
+    const at::ScalarType reduced = options.reduce_dtype ? at::promote_types(own, *options.reduce_dtype) : own;
+    return computes || (parameter.tensor.requires_grad() && options.gradient_dtype.value_or(reduced) != own);
+  });
+}
+
 }  // namespace
 
 class FullyShardedDataParallel::Impl {
@@ -125,6 +136,7 @@ class FullyShardedDataParallel::Impl {
     nn::drop_apart(module_, options_.replicate.rank() * group_.size() + group_.rank());
     UnitPlan plan = plan_units(module_, options_);  // refuses what it refuses in a group of one, too
     check_unit_sizes(plan, options_);
+    active_ = group_.size() > 1 || options_.replicate.size() > 1 || options_.offloads() || changes_dtypes(parameters_of(plan), options_);
     if (!active()) {
       if (options_.init) initialize_whole(plan);
       claim(owner);
@@ -277,7 +289,7 @@ class FullyShardedDataParallel::Impl {
   }
 
  private:
-  bool active() const { return group_.size() > 1 || options_.replicate.size() > 1 || options_.offloads(); }
+  bool active() const { return active_; }
 
   void check_sharded(const char* call) const {
     require(!unsharded_, "fully_shard: ", call, "() was called after unshard(): the module is whole, and nothing is sharded any more; wrap it anew");
@@ -339,6 +351,7 @@ class FullyShardedDataParallel::Impl {
   torch::nn::Module& module_;
   comm::Group group_;
   FullyShardOptions options_;
+  bool active_ = false;  ///< false: a group of one, that changes nothing
   std::shared_ptr<const int> holds_;
   std::optional<ShardedUnits> units_;
   std::optional<ShardedStep> step_;

@@ -61,7 +61,7 @@ enum class ShardTrigger {
 ///   to host    one per reduction: P/n elements each in the type of the reduction. With `replicate` and several reductions a step, sums of the first ones go
 ///              back to the device once: P/n elements more to the device, and the last reduction's come in the type of the kept gradients
 ///
-/// A group of one copies units in and out without a collective.
+/// A group of one copies units in and out without a collective, as it does where `param_dtype` or the type of kept gradients is not the parameters'.
 ///
 /// Disk: those slices of parameters and of reduced gradients lie in FullyShardOptions::file (ZeRO-Infinity, arXiv:2104.07857). Slices are read while the unit
 /// before is gathered, `prefetch.units` of them beyond those that are gathered ahead, and dropped once they are on the device; gradients are added up in the
@@ -159,8 +159,9 @@ struct ShardUnit {
 ///   padding                   at the end of a unit, at most a few rows; where no cut between rows fits equal parts, the parts are padded to the largest and
 ///                             copied once (unit_layout.h)
 ///
-/// A group of one (with `replicate` of one, without offload) is the identity: nothing is attached and nothing moves. Buffers are not sharded. One rank, one
-/// thread. The module must outlive this object, which leaves slices behind, and a forward over them is refused by name; unshard() before makes it whole again.
+/// A group of one (with `replicate` of one, without offload, in the parameters' own types) is the identity: nothing is attached and nothing moves. Buffers are
+/// not sharded. One rank, one thread. The module must outlive this object, which leaves slices behind, and a forward over them is refused by name; unshard()
+/// before makes it whole again.
 class FullyShardedDataParallel final : public GradientSynchronizer {
  public:
   FullyShardedDataParallel(torch::nn::Module& module, comm::Group group, FullyShardOptions options);

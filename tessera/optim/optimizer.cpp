@@ -1,5 +1,6 @@
 #include "tessera/optim/optimizer.h"
 
+#include <algorithm>
 #include <set>
 #include <string>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "tessera/core/host_read.h"
 #include "tessera/kernels/fused_updates.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/optim/clip.h"
 
 namespace tessera::optim {
@@ -79,6 +81,10 @@ std::vector<Optimizer::Batch> Optimizer::batches(double lr, std::vector<std::pai
 }
 
 void Optimizer::step(double lr, const at::Tensor& skip, const at::Tensor& scale) {
+  if (!terms_summed_) {
+    nn::require_terms_summed("optimizer.step", parameters_);
+    terms_summed_ = std::ranges::all_of(parameters_, [](const auto& parameter) { return parameter.tensor.grad().defined(); });
+  }
   remember_counts();
   at::Tensor undecided = skip.is_meta() ? at::Tensor() : skip;
   if (undecided.defined() && (undecided.is_cpu() || !skips_on_device())) {

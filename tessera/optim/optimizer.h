@@ -72,6 +72,7 @@ class Optimizer {
   /// place where the update does not do that as it reads them (updates_in_one_pass(), of what lies on the host), in a pass of 8 bytes an fp32 element.
   /// Where `skip` (not_finite(), on the parameters' device) is given and holds 1, parameters and state stay as they are. On a device the host does not know
   /// which it was, and goes on (skips_on_device()): whoever learns of it calls take_back_count().
+  /// Throws ConfigError where a gradient is one term of a sum over ranks and nn::sum_terms has never been called for its parameter.
   void step(double lr, const at::Tensor& skip = {}, const at::Tensor& scale = {});
 
   /// The last step was skipped: it does not count.
@@ -159,6 +160,7 @@ class Optimizer {
   std::vector<nn::NamedParameter> parameters_;  ///< of all groups, one after another
   std::vector<int64_t> counts_;                 ///< updates of each of parameters_
   std::vector<int64_t> counts_before_;          ///< the last step
+  bool terms_summed_ = false;                   ///< every parameter has had a gradient, and none of these was a rank's term
 };
 
 /// Whether an update has to be skipped: fp32 [1], 1 where `norm` is not finite, else 0; on its device, without a read.

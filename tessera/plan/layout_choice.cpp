@@ -46,7 +46,7 @@ int on_a_host(const LayoutChoice& choice, const Machine& machine) { return std::
 /// What no rule allows, for any model.
 bool is_possible(const LayoutChoice& c, const Config& config, int world) {
   const ModelConfig& model = config.model;
-  if (world % (c.tp * c.pp * c.cp) != 0 || c.tp > model.heads || c.pp * c.chunks > model.layers) return false;
+  if (world % (c.tp * c.pp * c.cp) != 0 || c.tp > std::max<int64_t>(1, model.heads) || c.pp * c.chunks > model.layers) return false;
   if (c.tp > 1 && model.ffn_dim && *model.ffn_dim % c.tp != 0) return false;
   const int64_t columns = config.data.seq_len;
   if (c.cp > 1 && columns % (int64_t{2} * c.cp * c.tp) != 0) return false;

@@ -37,8 +37,8 @@ double rate_of(c10::ScalarType type, const DeviceRates& device) {
   if (found == device.flops.end()) {
     std::string known;
     for (const auto& [other, rate] : device.flops) known += (known.empty() ? "" : ", ") + key_of(other);
-    throw ConfigError(detail::concat("the step multiplies in ", key_of(type), ", for which the device of --device has no rate (it has ", known,
-                                     "); set precision.compute to one of those, or give a file of your own that has tflops.", key_of(type)));
+    throw NoRate(detail::concat("the step multiplies in ", key_of(type), ", for which the device of --device has no rate (it has ", known,
+                                "); set precision.compute to one of those, or give a file of your own that has tflops.", key_of(type)));
   }
   return found->second;
 }

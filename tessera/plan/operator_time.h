@@ -3,10 +3,17 @@
 #include <cstdint>
 #include <string>
 
+#include "tessera/core/error.h"
 #include "tessera/core/events.h"
 #include "tessera/plan/machine.h"
 
 namespace tessera::plan {
+
+/// The device has no rate for the type of a product, whatever the layout.
+class NoRate : public ConfigError {
+ public:
+  using ConfigError::ConfigError;
+};
 
 /// Seconds of a device for `batch` products of [m, k] and [k, n], operands and results of `element_bytes`. In waves: results are cut into tiles, of several
 /// shapes tried, of which each multiprocessor computes one after the other, so that 1.01 waves take as long as two, and small products leave most of the device
@@ -14,7 +21,7 @@ namespace tessera::plan {
 double product_seconds(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t element_bytes, double flops_per_second, const DeviceRates& device);
 
 /// Seconds of a device for an operator: matrix products as above, attention by its FLOPs (causal: half of them), all others by the bytes that they read and
-/// write. What is a view on a device takes none. Throws ConfigError where the device has no rate for the type of a product.
+/// write. What is a view on a device takes none. Throws NoRate where the device has no rate for the type of a product.
 /// `habit`: of a program that runs it in other kernels.
 double operator_seconds(const OperatorEvent& ran, const DeviceRates& device, const OperatorHabit* habit = nullptr);
 

@@ -131,6 +131,8 @@ class Search {
                                          .time = run.time.value(),
                                          .estimated_seconds = estimate_(choice).seconds})
                   .first->second;
+    } catch (const NoRate&) {
+      throw;  // of any layout
     } catch (const ConfigError& error) {
       refused_.emplace(choice, error.what());
       return nullptr;
@@ -237,6 +239,15 @@ class Search {
     return best_where([&](const Tried& tried) { return tried.fits && holds(tried.choice); });
   }
 
+  template <class Holds>
+  std::string nothing_fits(Holds holds) const {
+    if (best_where([&](const Tried& tried) { return holds(tried.choice); }) != nullptr) return "nothing that was run fits";
+    for (const auto& [choice, reason] : refused_) {
+      if (holds(choice)) return "no layout is possible: " + reason;
+    }
+    return "none of the layouts that may fit was run";
+  }
+
   void observe(const Tried& best) {
     const auto add = [&](std::string text) { found_.observations.push_back(std::move(text)); };
     const int host = machine_.devices_per_host;
@@ -253,13 +264,13 @@ class Search {
       add(best.choice.pp > 1 ? fmt::format("without a pipeline the best is {} slower", behind(other))
                              : fmt::format("a pipeline does not pay: the best with one is {} slower", behind(other)));
     } else if (best.choice.pp > 1) {
-      add("without a pipeline nothing that was run fits");
+      add("without a pipeline " + nothing_fits([](const LayoutChoice& c) { return c.pp == 1; }));
     }
     if (const Tried* other = fastest([&](const LayoutChoice& c) { return (c.tp > 1) != (best.choice.tp > 1); })) {
       add(best.choice.tp > 1 ? fmt::format("without tensor parallelism the best is {} slower", behind(other))
                              : fmt::format("tensor parallelism does not pay: the best with it is {} slower", behind(other)));
     } else if (best.choice.tp > 1) {
-      add("without tensor parallelism nothing that was run fits");
+      add("without tensor parallelism " + nothing_fits([](const LayoutChoice& c) { return c.tp == 1; }));
     }
   }
 

@@ -7,6 +7,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/sum.h>
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
@@ -16,6 +17,8 @@
 #include "tessera/nn/calls.h"
 #include "tessera/nn/cut_parameter.h"
 #include "tessera/nn/embedding.h"
+#include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/head.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/operators.h"
@@ -42,20 +45,21 @@ using tensor_parallel::convertible;
 constexpr const char* kName = "parallelize_module";
 
 /// Refuses to compute with parts of which libtorch has forgotten what they are parts of: gradients would miss the other ranks' terms, and checkpoints would
-/// take a part for the whole.
+/// take a part for the whole. And with parameters that were updated by a term of their gradient, each rank by another; of those that a wrapper shards, whoever
+/// clips or updates its parts looks.
 class KnownParts final : public nn::Interceptor {
  public:
-  KnownParts(std::string axis, const std::vector<at::Tensor>& parameters) : axis_(std::move(axis)) {
+  KnownParts(std::string axis, const std::vector<at::Tensor>& parameters, bool watches_terms) : axis_(std::move(axis)), watches_terms_(watches_terms) {
     for (const at::Tensor& parameter : parameters) parts_.push_back({nn::slice_of(parameter).name, Weak(parameter.getIntrusivePtr())});
   }
 
   nn::Values call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) override {
-    for (const auto& [name, weak] : parts_) {
-      auto impl = weak.lock();
-      require(
-          !impl || nn::is_shared_over(at::Tensor(std::move(impl)), axis_), "parallelize_module: '", name, "', which ranks of ", axis_,
-          " share out, was given other data since (Module::to, set_data, torch::load), and what it is a part of went with the data it had; change the dtype "
-          "before parallelize_module, or by tessera::precision::apply(*model, {.params = ..., .compute = ...}) before materialize");
+    for (Part& part : parts_) {
+      auto impl = part.tensor.lock();
+      if (!impl) continue;
+      const at::Tensor parameter(std::move(impl));
+      check_known(part.name, parameter);
+      if (watches_terms_ && !part.is_looked_after && at::GradMode::is_enabled()) look_after_term(part, parameter);
     }
     return next(std::move(inputs));
   }
@@ -67,8 +71,43 @@ class KnownParts final : public nn::Interceptor {
   struct Part {
     std::string name;
     Weak tensor;
+    bool is_looked_after = false;               ///< no term, or terms were summed
+    std::shared_ptr<at::Tensor> at_gradient{};  ///< the sum of its values when a gradient came
+    Attachment listening{};
   };
+
+  void check_known(const std::string& name, const at::Tensor& parameter) const {
+    require(nn::is_shared_over(parameter, axis_), "parallelize_module: '", name, "', which ranks of ", axis_,
+            " share out, was given other data since (Module::to, set_data, torch::load), and what it is a part of went with the data it had; change the dtype "
+            "before parallelize_module, or by tessera::precision::apply(*model, {.params = ..., .compute = ...}) before materialize");
+  }
+
+  /// libtorch's optimizers write behind the version counter, so it is values that tell.
+  static at::Tensor sum_of(const at::Tensor& parameter) {
+    const at::NoGradGuard no_grad;
+    return parameter.detach().sum(at::kDouble);
+  }
+
+  void look_after_term(Part& part, const at::Tensor& parameter) const {
+    if (parameter.is_meta() || !parameter.is_leaf() || !parameter.requires_grad()) return;
+    const auto sharings = nn::sharings_of(parameter);
+    const bool is_term = std::ranges::any_of(sharings, [](const nn::Sharing& sharing) { return sharing.is_term && sharing.holders > 1; });
+    auto& dispatcher = nn::GradientDispatcher::of(parameter);
+    const bool is_sharded = dispatcher.owner() != nullptr && dispatcher.owner()->norm_group().size() > 1;
+    part.is_looked_after = !is_term || is_sharded || nn::are_terms_summed(parameter);
+    if (part.is_looked_after) return part.listening.detach();
+    if (!part.at_gradient) {
+      part.at_gradient = std::make_shared<at::Tensor>();
+      part.listening = dispatcher.listen([sum = part.at_gradient](const at::Tensor& own) { *sum = sum_of(own); });
+    }
+    require(
+        !part.at_gradient->defined() || part.at_gradient->equal(sum_of(parameter)), "parallelize_module: '", part.name, "' was updated, each rank of '", axis_,
+        "' has a term of its gradient, and they were never summed, so ranks drift apart: behind each backward pass, "
+        "before clipping and the update, call nn::sum_terms(parallel->group(), wrapper.updated()), or, without a wrapper, of nn::unique_parameters(*model)");
+  }
+
   std::string axis_;
+  bool watches_terms_;
   std::vector<Part> parts_;
 };
 
@@ -200,7 +239,7 @@ class Builder {
       if (owners_.contains(&module) && sharings_.contains(parameter.unsafeGetTensorImpl())) shared.push_back(parameter);
     }
     if (shared.empty()) return;
-    attached_.add(nn::attach(module, std::make_shared<KnownParts>(context_->group.name(), shared)));
+    attached_.add(nn::attach(module, std::make_shared<KnownParts>(context_->group.name(), shared, options_.watch_terms)));
     nn::require_handle(module, alive_, kName);
   }
 

@@ -276,7 +276,7 @@ std::vector<std::string> stored_for_others(const Config& config, const checkpoin
 
 std::unique_ptr<TensorParallel> cut_layers(const Config& config, LanguageModel& model, const comm::Group& tensor) {
   if (tensor.size() == 1) return nullptr;
-  const TensorParallelOptions options{.check_inputs = config.comm.check, .overlap = config.tensor.overlap};
+  const TensorParallelOptions options{.check_inputs = config.comm.check, .overlap = config.tensor.overlap, .watch_terms = false};
   return parallelize_module(model, tensor, plan_of(config, model), options);
 }
 

@@ -151,6 +151,7 @@ void shard_parameters(const Config& config, const precision::Policy& policy, con
     FullyShardOptions own = options;
     own.only = dealt.only;
     own.replicate = dealt.replicate;
+    if (dealt.shard.size() == 1 && dealt.replicate.size() <= 1 && !own.offloads()) own.param_dtype.reset();  // nothing is gathered: layers cast at each use
     return fully_shard(root, dealt.shard, own);
   });
 }

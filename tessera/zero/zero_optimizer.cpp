@@ -8,6 +8,7 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"
+#include "tessera/nn/sharing.h"
 
 // The optimizer knows the parts and zero_grad() reaches only their gradients; but what no_sync() left lies with the whole parameters, and has to be cleared
 // with them. Its zero_grad is not virtual, so it cannot be overridden: while an expression through `->` lasts, guards stand in as the parts' gradients, and
@@ -56,6 +57,10 @@ void refuse_gradients_that_wait(const Synchronizers& synchronizers) {
   for (const auto* synchronizer : synchronizers) {
     for (const auto& updated : synchronizer->updated()) require(!waiting_parameter(updated).defined(), waiting_message(updated.name));
   }
+}
+
+void require_terms_summed(const Synchronizers& synchronizers) {
+  for (auto* synchronizer : synchronizers) nn::require_terms_summed("zero_optimizer", synchronizer->updated());
 }
 
 void add_owner(Synchronizers& synchronizers, const at::Tensor& updated) {

@@ -25,6 +25,9 @@ void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Sync
 /// Refuses an update where gradients wait whole on this rank, of passes under no_sync() that none without it has followed. Throws ConfigError.
 void refuse_gradients_that_wait(const Synchronizers& synchronizers);
 
+/// Refuses an update by gradients of which ranks have terms that were never summed (nn::sum_terms). Throws ConfigError.
+void require_terms_summed(const Synchronizers& synchronizers);
+
 /// Adds the owner of what `updated` is, or is a part of, unless it is there.
 void add_owner(Synchronizers& synchronizers, const at::Tensor& updated);
 
@@ -70,7 +73,7 @@ class ZeroOptimizer {
   /// nothing but passes under no_sync(), whose gradients have met no other rank's.
   template <class... Arguments>
   auto step(Arguments&&... arguments) {
-    for (auto* synchronizer : synchronizers_) (void)synchronizer->updated();  // brings what was cleared or loaded since on the model's side to the parts
+    detail::require_terms_summed(synchronizers_);  // updated() brings what was cleared or loaded since on the model's side to the parts
     if constexpr (!(std::is_invocable_v<Arguments&> || ...)) detail::refuse_gradients_that_wait(synchronizers_);  // a closure brings those that are missing
     if constexpr (std::is_void_v<decltype(inner_->step(std::forward<Arguments>(arguments)...))>) {
       inner_->step(std::forward<Arguments>(arguments)...);

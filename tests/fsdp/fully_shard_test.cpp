@@ -296,6 +296,30 @@ TEST(FullyShard, GathersInAnotherDtypeAndReducesInAThird) {
   });
 }
 
+/// The types that several ranks compute and add up in are those of one.
+TEST(FullyShard, OneRankHasTheTypesOfSeveral) {
+  for (const int ranks : {1, 2}) {
+    run_ranks(ranks, [&](World& world) {
+      torch::nn::Linear layer(4, 3);
+      layer->to(at::kHalf);
+      torch::nn::init::constant_(layer->weight, 0.5);
+      torch::nn::init::zeros_(layer->bias);
+      const auto sharded = fully_shard(layer, world.group(), {.reduce_dtype = at::kFloat, .gradient_dtype = at::kFloat});
+      for (int pass = 0; pass < 2; ++pass) {
+        const Attachment held = pass == 0 ? sharded->no_sync() : Attachment();
+        (layer->forward(at::ones({1, 4}, at::kHalf)).to(at::kFloat).sum() * (40000.0 / ranks)).backward();
+      }
+      for (const auto& updated : sharded->updated()) {
+        ASSERT_EQ(updated.tensor.grad().scalar_type(), at::kFloat);
+        if (updated.tensor.grad().numel() > 0) EXPECT_EQ(updated.tensor.grad().min().item<float>(), 80000) << "which fp16 has not, on " << ranks;
+      }
+      DeepNet net;
+      const auto narrow = fully_shard(net, world.group(), {.wrap = "block*", .param_dtype = at::kBFloat16});
+      EXPECT_EQ(net(whole_batch(samples).x).scalar_type(), at::kBFloat16) << ranks;
+    });
+  }
+}
+
 TEST(FullyShard, KeepsGradientsInAWiderTypeThanTheyCrossIn) {
   const Reference expected = reference(1);
   run_ranks(3, [&](World& world) {

@@ -219,6 +219,20 @@ TEST_F(SearchTest, SaysWhereNothingCanBeDealt) {
   EXPECT_THAT(to_string(none), HasSubstr("each data rank needs a sequence of its own"));
 }
 
+/// No layout changes what the device multiplies.
+TEST_F(SearchTest, ATypeWithoutARateIsRefusedAtOnce) {
+  const Machine cpu = machine_of(find_device("cpu"));
+  EXPECT_THAT(refusal([&] { search_layouts(small({"precision.compute=fp8"}), 2, cpu, patient()); }), HasSubstr("the step multiplies in fp8"));
+}
+
+TEST_F(SearchTest, AModelWithoutHeadsIsDealtOverDataRanks) {
+  Config mlp = config("mlp", {"run.steps=3", "batch.global_size=16"});
+  mlp.run.memory_limit_bytes = int64_t{1} << 40;
+  const LayoutSearch found = search_layouts(mlp, 2, machine(), patient());
+  ASSERT_NE(found.best(), nullptr);
+  EXPECT_THAT(found.ranked, Contains(Field(&Tried::choice, testing::Truly([](const LayoutChoice& choice) { return choice.data_ranks(2) == 2; }))));
+}
+
 TEST_F(SearchTest, CountsInWords) {
   EXPECT_THAT(plan::to_string(plan::LayoutSearch{.world = 1, .possible = 1}), HasSubstr("1 layout of 1 rank, "));
   EXPECT_THAT(plan::to_string(plan::LayoutSearch{.world = 2, .possible = 9}), HasSubstr("9 layouts of 2 ranks, "));

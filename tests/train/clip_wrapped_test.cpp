@@ -141,6 +141,19 @@ TEST(ClipWrapped, ParametersThatAreCodesAreLeftOut) {
   }
 }
 
+/// A part that a program has cut by itself, of which nothing says where the rest lies: the wrapper's ranks hold half of it between them.
+TEST(ClipWrapped, WhatIsCutBesidesIsRefusedByName) {
+  run_ranks(2, [](World& world) {
+    Net net;
+    Slice half = Slice::whole("scale", {14});
+    half.boxes.front().size = {7};
+    nn::set_slice(net.scale, half);
+    const ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 1});
+    backward(net, part_of(whole_batch(samples), 2, world.rank()));
+    EXPECT_THAT(refusal([&] { clip_grad_norm(zero, max_norm); }), HasSubstr("is cut, and nothing says over which ranks"));
+  });
+}
+
 TEST(ClipWrapped, SeveralWrappersInOneModelAndPartsOfOne) {
   struct Two : torch::nn::Module {
     Two() {

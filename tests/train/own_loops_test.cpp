@@ -558,6 +558,9 @@ TEST(OwnLoops, ExpertsOverTheRanksOfTheCut) {
       auto model = tessera::on_meta([&] { return tessera::make_model(config.model); });
       const auto dealt = tessera::expert_parallel(*model, mesh["tp"], {.same_tokens = sequence ? tessera::comm::Group::self() : mesh["tp"]});
       const auto parallel = tessera::parallelize_module(*model, mesh["tp"], tessera::parallel_plan(*model, sequence));
+      for (const auto& expert : tessera::nn::unique_parameters(*model, tessera::experts_of(*model, true))) {
+        EXPECT_EQ(tessera::nn::counted_once({expert}).size(), 1u) << expert.name << " is on no other rank";
+      }
       std::unique_ptr<tessera::GradientSynchronizer> wrapper;
       if (wrapped == "fsdp") wrapper = tessera::fully_shard(*model, mesh["dp"], {.wrap = "layers.*"});
       tessera::materialize(*model, 1);

@@ -18,9 +18,11 @@
 #include "tessera/nn/layers.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/sharing.h"
+#include "tessera/optim/adamw.h"
 #include "tessera/optim/clip_grad_norm.h"
 #include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/zero/sharded_data_parallel.h"
+#include "tessera/zero/zero_optimizer.h"
 #include "tests/made_docs.h"
 #include "tests/refusal.h"
 
@@ -265,6 +267,47 @@ TEST(TwoDimensions, ClippingIsOneDevicesUnderEveryWrapper) {
   }
 }
 
+/// A program that forgets the sum is told so by whoever clips, updates, or computes next, whichever comes first.
+TEST(TwoDimensions, TermsThatWereNeverSummedAreNoticed) {
+  const Batch batch = batches(1).front();
+  const auto told = ::testing::AllOf(HasSubstr("'tp'"), HasSubstr("never summed"));
+  run_ranks(4, [&](World& world) {
+    const tessera::Mesh mesh(world, {{"dp", 2}, {"tp", 2}});
+    const auto made = [&](auto&& use) {
+      Net model = tessera::on_meta([] { return Net(); });
+      const auto parallel = tessera::parallelize_module(model, mesh["tp"], net_plan());
+      tessera::materialize(model, 1);
+      use(model, *parallel);
+    };
+    made([&](Net& model, auto&) {
+      model(batch.ids, batch.labels).backward();
+      tessera::optim::AdamW adamw(tessera::optim::decay_groups(tessera::nn::unique_parameters(*model), "all", 0));
+      EXPECT_THAT(tessera::testing_support::refusal([&] { adamw.step(1e-2); }), told);
+    });
+    made([&](Net& model, auto&) {
+      tessera::ShardedDataParallel zero(*model, tessera::ShardGroups{.shard = mesh["dp"]}, {.stage = 2});
+      auto sgd = tessera::zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::SGD>(parts, 0.1); });
+      model(batch.ids, batch.labels).backward();
+      EXPECT_THAT(tessera::testing_support::refusal([&] { sgd.step(); }), told);
+    });
+    for (const bool summed : {false, true}) {
+      made([&](Net& model, auto& parallel) {
+        torch::optim::SGD sgd(model->parameters(), 0.1);
+        model(batch.ids, batch.labels).backward();
+        EXPECT_NO_THROW(model(batch.ids, batch.labels).backward()) << "accumulated, and nothing was updated";
+        if (summed) tessera::nn::sum_terms(parallel.group(), tessera::nn::unique_parameters(*model));
+        sgd.step();
+        if (summed) {
+          EXPECT_NO_THROW(model(batch.ids, batch.labels));
+        } else {
+          EXPECT_THAT(tessera::testing_support::refusal([&] { model(batch.ids, batch.labels); }),
+                      ::testing::AllOf(HasSubstr("'norm1.weight' was updated"), told));
+        }
+      });
+    }
+  });
+}
+
 struct KeysImpl : tessera::nn::Module {
   KeysImpl() {
     register_module("query", query);
@@ -291,6 +334,9 @@ TEST(TwoDimensions, SharedKeysCountOnce) {
   Keys whole = made();
   whole(x).square().sum().backward();
   const double expected = tessera::clip_grad_norm(whole, 0.5).item<double>();
+  EXPECT_GT(expected, 0.6) << "nothing is clipped";
+  Values clipped;
+  for (const auto& [name, tensor, aliases] : tessera::nn::unique_parameters(*whole)) clipped[name] = tensor.grad();
   const auto queries = tessera::FeatureCut::query_heads(4, 2), keys = tessera::FeatureCut::key_value_heads(4, 2);
   run_ranks(4, [&](World& world) {
     Keys model = made();
@@ -300,6 +346,7 @@ TEST(TwoDimensions, SharedKeysCountOnce) {
     model(x).square().sum().backward();
     tessera::nn::sum_terms(parallel->group(), tessera::nn::unique_parameters(*model));
     EXPECT_NEAR(tessera::clip_grad_norm(model, 0.5).item<double>(), expected, 1e-5 * expected);
+    EXPECT_LT(difference(tessera::nn::unique_parameters(*model), clipped, /*gradients=*/true), 1e-5);
   });
 }
 
