@@ -91,8 +91,12 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     }
     const comm::CallSite site("zero.parameters");
     std::vector<comm::Pending> gathers;
+    were_updated_.resize(buckets_.size());
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      if (may_be_updated(b)) gathers.push_back(comm::all_gather_async(groups_.shard, buckets_[b].parameters(), buckets_[b].parameter_part()));
+      const bool updated = may_be_updated(b);
+      // A delayed update shows one step later (HostOptimizer), also of what was frozen since.
+      if (updated || were_updated_[b]) gathers.push_back(comm::all_gather_async(groups_.shard, buckets_[b].parameters(), buckets_[b].parameter_part()));
+      were_updated_[b] = updated;
     }
     const comm::ExposedTime::Scope exposed(statistics_.exposed, parameters_.front().tensor.device());
     for (comm::Pending& gather : gathers) gather.wait();
@@ -438,6 +442,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   std::vector<bool> is_zeroed_;     ///< by parameter: there was one, and the program has made it zero: so optimizers go on, though nobody uses it
   std::vector<bool> is_handed_;     ///< by parameter: a step of the plain loop has left its guard and its part
   std::vector<Mark> marks_;         ///< of a step that is complete, until its parts were brought together
+  std::vector<bool> were_updated_;  ///< buckets that the last after_update gathered because an optimizer may have had something to do
   bool has_started_ = false;
 };
 

@@ -124,6 +124,35 @@ TEST(HostCopies, FollowWhoWritesTheModelsParameters) {
   }
 }
 
+/// The update of the step before is shown where a program has frozen the parameter since, and on every rank.
+TEST(HostCopies, ADelayedUpdateOfWhatWasFrozenSinceIsBroughtTogether) {
+  const auto train = [](int ranks, const std::string& technique) {
+    std::vector<std::vector<at::Tensor>> values(static_cast<size_t>(ranks));
+    run_ranks(ranks, [&](World& world) {
+      Net net;
+      const auto wrapper = wrap_by(technique, net, {.shard = world.group()});
+      auto optimizer = zero_optimizer(*wrapper, [](const std::vector<nn::NamedParameter>& updated) {
+        return std::make_unique<HostOptimizer>(updated, at::kCPU, adamw_of, HostOptimizer::kPieceBytes, /*delayed=*/true);
+      });
+      for (int step = 0; step < kHostSteps; ++step) {
+        net.first->weight.set_requires_grad(step != 2);
+        optimizer.zero_grad();
+        pass(net, world, step);
+        optimizer.step(1e-2);
+      }
+      unshard_all({wrapper.get()});
+      values[static_cast<size_t>(world.rank())] = values_of(net);
+    });
+    return values;
+  };
+  const auto alone = train(1, "ddp").front();
+  for (const std::string& technique : techniques) {
+    for (const int ranks : {2, 3}) {
+      for (const auto& values : train(ranks, technique)) EXPECT_LT(largest_difference(values, alone), 10 * parity) << technique << " on " << ranks;
+    }
+  }
+}
+
 /// What was saved without a delay is where a delayed run goes on from; what was under way when it was loaded is lost.
 TEST(HostCopies, ADelayedUpdateGoesOnFromWhatIsLoaded) {
   const std::string folder = ::testing::TempDir() + "host_copies";
