@@ -245,6 +245,13 @@ class FullyShardedDataParallel::Impl {
     require(!step_ || !step_->holds_gradients(),
             "fully_shard: whole gradients wait on this rank, where no_sync() left them (reduce_each_micro_batch = false); call backward once without no_sync() "
             "before they are clipped");
+    for (size_t unit = 0; active() && !unsharded_ && !step_->running() && unit < units_->size(); ++unit) {
+      for (const FlatParameters& flat : std::as_const(*units_).flats(unit)) {
+        for (size_t i = 0; i < flat.parameters().size(); ++i) {
+          refuse_whole_gradient(flat.parameters()[i], flat.parameters()[i].tensor.grad(), flat.slice_sizes(i));
+        }
+      }
+    }
   }
   bool is_whole() const { return !active() || unsharded_; }
   const SynchronizationStatistics& statistics() const { return active() ? units_->statistics() : none_; }

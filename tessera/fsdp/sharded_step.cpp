@@ -42,11 +42,12 @@ std::string held_message(const std::string& name) {
 }  // namespace
 
 void refuse_whole_gradient(const nn::NamedParameter& parameter, const at::Tensor& gradient, at::IntArrayRef slice) {
-  require(!gradient.defined() || gradient.sizes() == slice, "fully_shard: the gradient of '", parameter.name, "' was made ",
-          gradient.defined() ? gradient.sizes() : at::IntArrayRef(),
-          " by the program (mutable_grad(), of torch::autograd::grad), where this rank has the slice ", slice,
-          ": it is of this rank's samples alone, and has met no other rank's; let backward bring gradients, or sum it over the ranks and put its rows "
-          "(nn::slice_of) there");
+  require(
+      !gradient.defined() || gradient.sizes() == slice, "fully_shard: the gradient of '", parameter.name, "' was made ",
+      gradient.defined() ? gradient.sizes() : at::IntArrayRef(),
+      " by the program (before fully_shard, by mutable_grad(), or of torch::autograd::grad), where this rank has the slice ", slice,
+      ": it is of this rank's samples alone, and has met no other rank's; clear what was there before by zero_grad(), let backward bring gradients, or sum it "
+      "over the ranks and put its rows (nn::slice_of) there");
 }
 
 ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, GradientSynchronizer* owner, Callbacks callbacks)

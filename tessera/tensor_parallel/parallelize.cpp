@@ -93,7 +93,7 @@ class KnownParts final : public nn::Interceptor {
     const auto sharings = nn::sharings_of(parameter);
     const bool is_term = std::ranges::any_of(sharings, [](const nn::Sharing& sharing) { return sharing.is_term && sharing.holders > 1; });
     auto& dispatcher = nn::GradientDispatcher::of(parameter);
-    const bool is_sharded = dispatcher.owner() != nullptr && dispatcher.owner()->norm_group().size() > 1;
+    const bool is_sharded = dispatcher.owner() != nullptr && !dispatcher.owner()->held_elements(0).empty();
     part.is_looked_after = !is_term || is_sharded || nn::are_terms_summed(parameter);
     if (part.is_looked_after) return part.listening.detach();
     if (!part.at_gradient) {

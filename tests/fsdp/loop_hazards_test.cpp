@@ -197,9 +197,17 @@ TEST(FullyShardLoop, AGradientThatTheProgramAssignsIsRefusedByName) {
       const Batch mine = part_of(whole_batch(samples), 2, world.rank());
       const auto gradients = torch::autograd::grad({loss_of(net(mine.x), mine.y, samples)}, some);
       for (size_t i = 0; i < some.size(); ++i) some[i].mutable_grad() = gradients[i];
-      const auto said = AllOf(HasSubstr("fully_shard: the gradient of '"), HasSubstr("by the program (mutable_grad(), of torch::autograd::grad)"));
+      const auto said =
+          AllOf(HasSubstr("fully_shard: the gradient of '"), HasSubstr("by the program (before fully_shard, by mutable_grad(), or of torch::autograd::grad)"));
       EXPECT_THAT(refusal([&] { optimizer.step(); }), said);
       EXPECT_THAT(refusal([&] { backward_of(net, mine); }), said);
+      DeepNet trained;
+      backward_of(trained, mine);
+      sharded = fully_shard(trained, world.group(), {.wrap = "block*", .trigger = trigger});
+      EXPECT_THAT(refusal([&] { (void)sharded->norm_group(); }), said) << "gradients of an earlier step are whole";
+      trained->zero_grad();
+      EXPECT_NO_THROW(backward_of(trained, mine));
+      EXPECT_NO_THROW((void)sharded->norm_group());
     });
   }
 }

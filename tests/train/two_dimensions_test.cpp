@@ -290,6 +290,16 @@ TEST(TwoDimensions, TermsThatWereNeverSummedAreNoticed) {
       model(batch.ids, batch.labels).backward();
       EXPECT_THAT(tessera::testing_support::refusal([&] { sgd.step(); }), told);
     });
+    made([&](Net& model, auto& parallel) {
+      const auto sharded = tessera::fully_shard(model, mesh["dp"], {.wrap = "layer*", .reduce_each_micro_batch = false});
+      {
+        const auto held = sharded->no_sync();
+        model(batch.ids, batch.labels).backward();
+      }
+      EXPECT_NO_THROW(model(batch.ids, batch.labels).backward()) << "whole gradients wait, and are asked for by nobody";
+      tessera::nn::sum_terms(parallel.group(), sharded->updated());
+      EXPECT_NO_THROW(tessera::clip_grad_norm(model, 1.0));
+    });
     for (const bool summed : {false, true}) {
       made([&](Net& model, auto& parallel) {
         torch::optim::SGD sgd(model->parameters(), 0.1);
