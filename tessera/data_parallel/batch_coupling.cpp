@@ -1,6 +1,7 @@
 #include "tessera/data_parallel/batch_coupling.h"
 
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/embedding.h>
 
 #include "tessera/core/error.h"
 #include "tessera/nn/sync_batch_norm.h"
@@ -12,6 +13,13 @@ template <class BatchNormImpl>
 bool normalizes_by_batch(const torch::nn::Module& module) {
   const auto* norm = dynamic_cast<const BatchNormImpl*>(&module);
   return norm != nullptr && (norm->is_training() || !norm->options.track_running_stats());
+}
+
+/// Divides each row's gradient by how often the micro-batch looks it up.
+template <class EmbeddingImpl>
+bool scales_by_frequency(const torch::nn::Module& module) {
+  const auto* embedding = dynamic_cast<const EmbeddingImpl*>(&module);
+  return embedding != nullptr && embedding->options.scale_grad_by_freq() && embedding->weight.requires_grad();
 }
 
 /// A SyncBatchNorm has the statistics of every rank of its group, but of one micro-batch.
@@ -26,6 +34,8 @@ void collect(const torch::nn::Module& module, const std::string& path, int ranks
   if (normalizes_by_batch<torch::nn::BatchNorm2dImpl>(module)) found.push_back({path, "BatchNorm2d"});
   if (normalizes_by_batch<torch::nn::BatchNorm3dImpl>(module)) found.push_back({path, "BatchNorm3d"});
   collect_synchronized(module, path, ranks, accumulation, found);
+  if (scales_by_frequency<torch::nn::EmbeddingImpl>(module)) found.push_back({path, "Embedding with scale_grad_by_freq"});
+  if (scales_by_frequency<torch::nn::EmbeddingBagImpl>(module)) found.push_back({path, "EmbeddingBag with scale_grad_by_freq"});
   for (const auto& child : module.named_children()) {
     collect(*child.value(), path.empty() ? child.key() : path + "." + child.key(), ranks, accumulation, found);
   }
@@ -50,11 +60,12 @@ std::string batch_coupling_report(const torch::nn::Module& root, int ranks, int6
   }
   if (found.size() > max_named) names += detail::concat(" and ", found.size() - max_named, " more");
   return detail::concat(
-      names, found.size() == 1 ? " normalizes" : " normalize", " by the statistics of one micro-batch on one rank, not of the global batch (", ranks,
+      names, found.size() == 1 ? " goes" : " go", " by the statistics of one micro-batch on one rank, not of the global batch (", ranks,
       " data-parallel ranks x ", accumulation,
       " micro-batches), so training differs from one device with the whole batch: share them between ranks with SyncBatchNorm and synchronize_batch_norms, "
       "with one micro-batch per rank (accumulation is no bigger batch to it), use LayerNorm or GroupNorm, freeze the running statistics "
-      "with eval(), train on one rank with batch.micro_size = batch.global_size, or accept it with run.batch_coupled = \"report\"");
+      "with eval(), leave scale_grad_by_freq out, train on one rank with batch.micro_size = batch.global_size, or accept it with run.batch_coupled = "
+      "\"report\"");
 }
 
 }  // namespace tessera

@@ -119,6 +119,7 @@ void ShardedStep::withdraw_places() {
 
 void ShardedStep::begin(Drive drive) {
   const nn::Unwatched quietly;
+  if (drive == Drive::Loop) refuse_frozen_that_wait();
   put_back();
   if (drive == Drive::Engine || held_.empty()) units_.clear_sums();
   const bool stays = drive == Drive::Loop;  // what a forward before has left for this backward
@@ -469,6 +470,18 @@ void ShardedStep::complete_pass() {
   used_.clear();
   if (!find_unused_) used.refuse_unused_anywhere({group_, replicas_}, units_.take_made());
   callbacks_.done();
+}
+
+/// A unit is reduced by what is trained in it when a pass begins, so the gradient of what was frozen within a step would meet no other rank's.
+void ShardedStep::refuse_frozen_that_wait() const {
+  for (size_t i = 0; i < held_.size(); ++i) {
+    const auto& [name, tensor, aliases] = parameters_[i];
+    const at::Tensor& guard = held_[i].guard;
+    const bool waits = guard.defined() && tensor.grad().is_same(guard) && !nn::is_cleared(guard);
+    require(
+        !waits || tensor.requires_grad(), "fully_shard: '", name, "' was frozen while its gradient waits whole on this rank, where no_sync() left it ",
+        "(reduce_each_micro_batch = false); freeze between steps, behind a backward without no_sync() or a zero_grad(), or leave reduce_each_micro_batch true");
+  }
 }
 
 /// Nobody misses the gradient of what was frozen since.

@@ -140,6 +140,7 @@ class ShardedStep {
   void complete_pass();
   void hold();
   void land();
+  void refuse_frozen_that_wait() const;
   void forgive_frozen();
   std::vector<bool> used_parameters() const;
   bool completes() const { return last_ && complete_; }

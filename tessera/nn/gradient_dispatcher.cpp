@@ -13,6 +13,8 @@
 
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/gradient_synchronizer.h"
+#include "tessera/nn/names.h"
 
 // The slot belongs to the tensor, the hook in it to the slot, the dispatcher to the hook: all go together, so nobody needs a table of parameters. Hence no
 // reference back, which would keep the tensor alive for ever, and attachments that know the state only weakly, since they may outlive it. A hook before
@@ -165,6 +167,16 @@ Attachment GradientDispatcher::claim(GradientSynchronizer* owner) {
 }
 
 GradientSynchronizer* GradientDispatcher::owner() const { return state_->owners.empty() ? nullptr : state_->owners.back(); }
+
+std::vector<NamedParameter> GradientDispatcher::owned(const GradientSynchronizer& synchronizer) {
+  std::vector<NamedParameter> parameters = synchronizer.updated();
+  std::erase_if(parameters, [&](const NamedParameter& updated) {
+    const at::Tensor parameter = updated_for(updated.tensor);
+    const auto* const dispatcher = parameter.defined() ? find(parameter) : nullptr;
+    return dispatcher != nullptr && dispatcher->owner() != nullptr && dispatcher->owner() != &synchronizer;
+  });
+  return parameters;
+}
 
 void GradientDispatcher::expect(int count) { state_->outstanding += count; }
 

@@ -3,11 +3,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "tessera/core/attachment.h"
 #include "tessera/kernels/gradient_place.h"
+#include "tessera/nn/parameter.h"
 
 namespace tessera {
 class GradientSynchronizer;
@@ -61,6 +63,8 @@ class GradientDispatcher {
   /// Says who makes the parameter's gradient that of the global batch, until the attachment goes. Who claimed it last does; those before wait until then.
   [[nodiscard]] Attachment claim(GradientSynchronizer* owner);
   GradientSynchronizer* owner() const;  ///< null where nobody has claimed it
+  /// Of what `synchronizer` updates, what no other has claimed since.
+  static std::vector<NamedParameter> owned(const GradientSynchronizer& synchronizer);
 
   /// Promises `count` more gradients that autograd does not bring itself (weight gradients computed later): the gradient is not final before they
   /// were delivered.

@@ -28,7 +28,7 @@ class LayerNormImpl : public Module {
 };
 TESSERA_MODULE(LayerNorm);
 
-/// x * weight / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467); dtypes as LayerNorm.
+/// x * weight / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467); dtypes as LayerNorm, but for fp64 (kernels/rms_norm.h).
 class RMSNormImpl : public Module {
  public:
   explicit RMSNormImpl(int64_t dim, double eps = 1e-5);

@@ -80,9 +80,8 @@ void add_norm_groups(std::vector<nn::NamedParameter> parameters, const comm::Gro
   }
 }
 
-/// Returns how many of the wrapper's parameters have gradients.
-size_t add_norm_groups(const GradientSynchronizer& synchronizer, std::vector<optim::NormGroup>& groups) {
-  auto parameters = synchronizer.updated();
+/// Of a wrapper's parameters. Returns how many of them have gradients.
+size_t add_norm_groups(const GradientSynchronizer& synchronizer, std::vector<nn::NamedParameter> parameters, std::vector<optim::NormGroup>& groups) {
   require(!parameters.empty(), "clip_grad_norm: the wrapper has no parameters");
   const comm::Group group = synchronizer.norm_group();
   refuse_cut_layers(synchronizer, parameters, group);
@@ -118,7 +117,7 @@ at::Tensor clip(const std::vector<optim::NormGroup>& groups, double max_norm) {
 at::Tensor clip_grad_norm(const GradientSynchronizer& synchronizer, double max_norm) {
   refuse_part_of_a_model(synchronizer.updated());
   std::vector<optim::NormGroup> groups;
-  add_norm_groups(synchronizer, groups);
+  add_norm_groups(synchronizer, synchronizer.updated(), groups);
   return clip(groups, max_norm);
 }
 
@@ -138,7 +137,7 @@ std::vector<optim::NormGroup> optim::norm_groups(const torch::nn::Module& model)
   }
   std::vector<optim::NormGroup> groups;
   for (const GradientSynchronizer* wrapper : wrappers) {
-    const size_t with_gradients = add_norm_groups(*wrapper, groups);
+    const size_t with_gradients = add_norm_groups(*wrapper, nn::GradientDispatcher::owned(*wrapper), groups);
     require(wrapped[wrapper] == with_gradients, "clip_grad_norm: '", model.name(), "' has ", wrapped[wrapper], " of the ", with_gradients,
             " parameters of a wrapped module; clip the wrapper, or the module that it wraps");
   }

@@ -3,13 +3,18 @@
 #include <unordered_map>
 #include <utility>
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 #include <torch/nn/modules/embedding.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/core/hash.h"
 #include "tessera/nn/embedding.h"
 #include "tessera/nn/experts.h"
+#include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/head.h"
 #include "tessera/nn/sharing.h"
@@ -72,11 +77,70 @@ WholeModel whole_model(const torch::nn::Module& root) {
   return model;
 }
 
-WholeModel whole_model(const torch::nn::Module& root, const GradientSynchronizer& wrapper, const std::optional<comm::Group>& ranks) {
+namespace {
+
+/// What this rank updates of each parameter, whoever wraps it.
+std::vector<nn::NamedParameter> updated_of(const torch::nn::Module& root) {
+  std::vector<nn::NamedParameter> updated;
+  std::set<const GradientSynchronizer*> seen;
+  for (auto& parameter : nn::unique_parameters(root)) {
+    const auto* const dispatcher = nn::GradientDispatcher::find(parameter.tensor);
+    const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+    if (owner == nullptr) {
+      updated.push_back(std::move(parameter));
+    } else if (seen.insert(owner).second) {
+      const auto theirs = owner->updated();
+      updated.insert(updated.end(), theirs.begin(), theirs.end());
+    }
+  }
+  return updated;
+}
+
+/// Which part it is; 0: none.
+int64_t hash_of_part(const at::Tensor& updated) {
+  const Slice& slice = nn::slice_of(updated);
+  if (slice.numel() == 0) return 0;
+  Hasher hash;
+  for (const Box& box : slice.boxes) {
+    for (const auto* numbers : {&box.offset, &box.size}) hash.update(numbers->data(), numbers->size() * sizeof(int64_t));
+  }
+  return static_cast<int64_t>(hash.value() | 1);
+}
+
+/// Of those who have the same part of a parameter the first answers for it.
+void note_alike(WholeModel& model, const std::vector<nn::NamedParameter>& updated) {
+  std::unordered_map<std::string, int64_t> parts;
+  for (const auto& parameter : updated) {
+    if (parameter.tensor.is_meta()) return;
+    if (!model.held_elsewhere.contains(parameter.name)) parts[parameter.name] = hash_of_part(parameter.tensor);
+  }
+  std::vector<int64_t> words;
+  for (const Slice& whole : model.parameters) words.push_back(parts[whole.name]);
+  const at::Tensor mine = at::tensor(words, at::kLong).to(message_device(updated.front().tensor, model.ranks));
+  const at::Tensor all = at::empty({model.ranks.size(), mine.size(0)}, mine.options());
+  comm::all_gather(model.ranks, all, mine);
+  const at::Tensor on_host = all.cpu();
+  const auto of = on_host.accessor<int64_t, 2>();
+  for (size_t i = 0; i < words.size(); ++i) {
+    for (int rank = 0; words[i] != 0 && rank < model.ranks.rank(); ++rank) {
+      if (of[rank][static_cast<int64_t>(i)] == words[i]) model.held_elsewhere.insert(model.parameters[i].name);
+    }
+  }
+}
+
+}  // namespace
+
+WholeModel whole_model(const torch::nn::Module& root, const comm::Group& ranks) {
   WholeModel model = whole_model(root);
-  note_held_elsewhere(model, wrapper.updated());
-  model.ranks = ranks.value_or(wrapper.norm_group());
+  model.ranks = ranks;
+  const auto updated = updated_of(root);
+  note_held_elsewhere(model, updated);
+  if (ranks.size() > 1 && !updated.empty()) note_alike(model, updated);
   return model;
+}
+
+WholeModel whole_model(const torch::nn::Module& root, const GradientSynchronizer& wrapper, const std::optional<comm::Group>& ranks) {
+  return whole_model(root, ranks.value_or(wrapper.norm_group()));
 }
 
 Places::Places(const std::vector<Slice>& parameters, const std::function<int64_t(const Slice&)>& numbers) {

@@ -56,8 +56,12 @@ void note_held_elsewhere(WholeModel& model, const std::vector<nn::NamedParameter
 /// `root` as an optimizer on one rank has to know it.
 WholeModel whole_model(const torch::nn::Module& root);
 
-/// And where `wrapper` synchronizes all of it: the ranks over which it shards. `ranks`, where layers are cut over more (tensor parallelism): those of both.
+/// And where layers are cut over `ranks` between them, by wrappers (fully_shard, ZeRO, one or several), tensor or expert parallelism: which of them has what is
+/// compared, and what several have alike counts on the first. Collective over `ranks`: 8 bytes a parameter from each. Call it once the model is wrapped.
 /// A linear layer that makes logits looks like any other: add its weight's name to `heads`.
+WholeModel whole_model(const torch::nn::Module& root, const comm::Group& ranks);
+
+/// The same over the ranks over which `wrapper` shards, or over those given.
 WholeModel whole_model(const torch::nn::Module& root, const GradientSynchronizer& wrapper, const std::optional<comm::Group>& ranks = {});
 
 /// Where each parameter's numbers lie in one flat tensor that ranks meet over: those of all parameters one after another, whichever of them a rank holds.

@@ -72,7 +72,9 @@ Report quantize_weights(torch::nn::Module& root, const Options& options, at::Dev
     require(!nn::keeps_memory(linear->weight), "quantize: '", held.name, "' is a part of a sharded unit; call quantize_weights before fully_shard");
     at::Tensor whole;
     if (!device.is_meta()) {
-      invariant(fill || (!linear->weight.is_meta() && held.is_whole()), "'", held.name, "' has no values to quantize");
+      require(fill || (!linear->weight.is_meta() && held.is_whole()), "quantize: '", held.name,
+              linear->weight.is_meta() ? "' is on meta" : "' is cut over ranks",
+              ", and blocks are of whole matrices; give quantize_weights a `fill`, which brings each whole weight");
       whole = fill ? at::empty(held.shape, at::TensorOptions(at::kCPU).dtype(at::kFloat)) : linear->weight.detach().to(at::kCPU, at::kFloat);
       if (fill) fill(linear->weight, whole);
     }

@@ -445,6 +445,14 @@ void require_first_plan(const torch::nn::Module& root, const comm::Group& group)
   });
 }
 
+/// What is cut would add to a gradient of the whole, and what is summed over ranks to one that all of them have.
+void refuse_gradients(const char* caller, const torch::nn::Module& module) {
+  for (const auto& parameter : nn::unique_parameters(module)) {
+    require(!parameter.tensor.grad().defined(), caller, ": '", parameter.name,
+            "' has a gradient of an earlier pass, which is of the whole; call zero_grad() before");
+  }
+}
+
 /// A module with values is cut as it is on each rank: of ranks that differ the parts would be those of different models.
 void equalize(torch::nn::Module& module, const comm::Group& group, ReplicaStart start) {
   const auto is_whole_here = [](const nn::NamedParameter& parameter) { return nn::dealt_of(parameter.tensor).empty(); };
@@ -459,6 +467,7 @@ std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const Paral
   nn::assign_paths(module);
   nn::check_no_bypass(module);
   require_first_plan(module, context->group);
+  if (context->group.size() > 1) refuse_gradients(kName, module);
   equalize(module, context->group, options.replicas);
   Builder builder(std::move(context), plan, options);
   for (const auto& [pattern, style] : plan) {

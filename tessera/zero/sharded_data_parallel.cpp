@@ -87,7 +87,9 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     if (!active()) return;
     for (size_t i = 0; i < parameters_.size(); ++i) {
       require(!is_replaced(i), "sharded data parallelism: '", parameters_[i].name,
-              "' was given other values (torch::load, set_data) between the optimizer's step and after_update(); load before the step or after it");
+              "' was given other values (torch::load, set_data, another wrapper that holds it, too) between the optimizer's step and after_update(); load "
+              "before the step or after it, and give each "
+              "wrapper parameters of its own (`only`)");
     }
     const comm::CallSite site("zero.parameters");
     std::vector<comm::Pending> gathers;

@@ -10,6 +10,7 @@
 #include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/parameter.h"
 
@@ -127,8 +128,9 @@ namespace detail {
 template <class Make>
 auto make_zero_optimizer(Synchronizers synchronizers, Make make) {
   std::vector<nn::NamedParameter> updated;
-  for (auto* synchronizer : synchronizers) {
-    for (auto& parameter : synchronizer->updated()) updated.push_back(std::move(parameter));
+  for (auto* synchronizer : synchronizers) {  // of what is in several wrappers, the newest one's
+    auto theirs = synchronizers.size() == 1 ? synchronizer->updated() : nn::GradientDispatcher::owned(*synchronizer);
+    for (auto& parameter : theirs) updated.push_back(std::move(parameter));
   }
   const auto wrapped = [&](auto inner) {
     using Inner = typename decltype(inner)::element_type;

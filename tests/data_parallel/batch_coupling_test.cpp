@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 
@@ -46,7 +47,7 @@ TEST(BatchCoupling, ReportsWhereItMatters) {
   EXPECT_EQ(batch_coupling_report(net, 1, 1), "");
   EXPECT_EQ(batch_coupling_report(*torch::nn::Linear(2, 2), 4, 4), "");
   const std::string text = batch_coupling_report(net, 2, 3);
-  EXPECT_THAT(text, HasSubstr("'features.1' (BatchNorm1d), 'norm' (BatchNorm2d) normalize by the statistics of one micro-batch"));
+  EXPECT_THAT(text, HasSubstr("'features.1' (BatchNorm1d), 'norm' (BatchNorm2d) go by the statistics of one micro-batch"));
   EXPECT_THAT(text, HasSubstr("2 data-parallel ranks x 3 micro-batches"));
   EXPECT_THAT(text, HasSubstr("SyncBatchNorm"));
   EXPECT_NE(batch_coupling_report(net, 1, 2), "");
@@ -56,7 +57,9 @@ TEST(BatchCoupling, ReportsWhereItMatters) {
 TEST(BatchCoupling, NamesAFewOfMany) {
   torch::nn::Sequential many;
   for (int i = 0; i < 11; ++i) many->push_back(torch::nn::BatchNorm1d(1));
-  EXPECT_THAT(batch_coupling_report(*many, 2, 1), HasSubstr("'7' (BatchNorm1d) and 3 more normalize"));
+  const torch::nn::Sequential counts(torch::nn::Embedding(torch::nn::EmbeddingOptions(5, 3).scale_grad_by_freq(true)));
+  EXPECT_THAT(batch_coupling_report(*counts, 2, 1), HasSubstr("'0' (Embedding with scale_grad_by_freq) goes by"));
+  EXPECT_THAT(batch_coupling_report(*many, 2, 1), HasSubstr("'7' (BatchNorm1d) and 3 more go"));
 }
 
 }  // namespace

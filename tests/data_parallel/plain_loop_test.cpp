@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
@@ -112,6 +113,38 @@ TEST(DdpPlainLoop, ForwardMayComeBeforeZeroGrad) {
       optimizer.step();
     }
   }});
+}
+
+/// It is of one rank's samples, as far as anybody knows.
+TEST(DdpPlainLoop, AGradientFromBeforeTheWrapperIsRefusedUntilItIsCleared) {
+  run_ranks(2, [](World& world) {
+    Net net;
+    const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+    backward(net, mine);
+    const DistributedDataParallel ddp(net, world.group());
+    EXPECT_THAT(refusal([&] { backward(net, mine); }), HasSubstr("has a gradient from before it was wrapped, which has met no other rank's; call zero_grad()"));
+  });
+  for (const bool to_none : {true, false}) {
+    run_ranks(2, [&](World& world) {
+      Net net, reference;
+      const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+      backward(net, mine);
+      const DistributedDataParallel ddp(net, world.group());
+      const at::Tensor loss = loss_of(net.forward(mine.x), mine.y, samples);
+      net.zero_grad(to_none);  // behind the forward pass, as some loops have it
+      loss.backward();
+      backward(reference, whole_batch(samples));
+      EXPECT_LT(largest_difference(gradients_of(net), gradients_of(reference)), parity);
+    });
+  }
+}
+
+TEST(DdpPlainLoop, AnEmbeddingThatWritesItsRowsInForwardIsRefused) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Sequential net(torch::nn::Embedding(torch::nn::EmbeddingOptions(5, 3).max_norm(1.0)));
+    EXPECT_THAT(refusal([&] { const DistributedDataParallel ddp(*net, world.group()); }), HasSubstr("'0' is an embedding with max_norm"));
+    EXPECT_NO_THROW(const DistributedDataParallel ddp(*net, comm::Group::self()));
+  });
 }
 
 TEST(DdpPlainLoop, ClearingWithinAnAccumulationClearsIt) {

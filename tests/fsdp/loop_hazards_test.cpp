@@ -212,6 +212,28 @@ TEST(FullyShardLoop, AGradientThatTheProgramAssignsIsRefusedByName) {
   }
 }
 
+/// What is trained is reduced together, and a gradient that waits would stay behind.
+TEST(FullyShardLoop, WhatIsFrozenWhileItsGradientWaitsIsRefusedByName) {
+  for (const bool cleared : {false, true}) {
+    run_ranks(2, [&](World& world) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .reduce_each_micro_batch = false});
+      const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+      {
+        const Attachment held = sharded->no_sync();
+        backward_of(net, mine);
+      }
+      if (cleared) net->zero_grad();
+      net->first->weight.set_requires_grad(false);
+      if (cleared) {
+        EXPECT_NO_THROW(backward_of(net, mine));
+      } else {
+        EXPECT_THAT(refusal([&] { backward_of(net, mine); }), HasSubstr("'first.weight' was frozen while its gradient waits whole on this rank"));
+      }
+    });
+  }
+}
+
 TEST(FullyShardLoop, LibtorchsClippingIsRefused) {
   for (const auto trigger : kBoth) {
     run_ranks(2, [&](World& world) {

@@ -323,7 +323,8 @@ TEST(TensorParallel, SequencesOfTwoLengthsAreRefusedByName) {
                                             {"drop", SequenceParallel{}},
                                             {"gated.w1", ColumnParallel{.input = stream}},
                                             {"gated.w3", ColumnParallel{.input = stream}},
-                                            {"gated.w2", RowParallel{}}}, {.replicas = ReplicaStart::Broadcast});
+                                            {"gated.w2", RowParallel{}}},
+                                           {.replicas = ReplicaStart::Broadcast});
     const at::Tensor first = net->embed(sample(1, 8, 29).tokens), second = net->embed(sample(1, 12, 29).tokens);
     EXPECT_NO_THROW(net->drop(second));
     EXPECT_THAT(testing_support::refusal([&] { net->drop(first); }), AllOf(HasSubstr("'drop' takes a part of 4 positions"), HasSubstr("one length")));
@@ -341,6 +342,18 @@ TEST(TensorParallel, OnePlanIsForTheWholeModel) {
                 AllOf(HasSubstr("'gated0.w1"), HasSubstr("one plan for the whole model")));
     tensor.reset();
     EXPECT_THAT(testing_support::refusal([&] { (void)parallelize_module(net, world.group(), second); }), HasSubstr("'gated0.w1"));
+  });
+}
+
+TEST(TensorParallel, GradientsOfTheWholeAreClearedBeforeTheCut) {
+  run_ranks(2, [](World& world) {
+    TokenNet net = made();
+    forward_backward(net, sample(2, 7, 29));
+    EXPECT_THAT(testing_support::refusal([&] { (void)parallelize_module(net, world.group(), token_net_plan(false)); }),
+                AllOf(HasSubstr("has a gradient of an earlier pass"), HasSubstr("zero_grad()")));
+    net->zero_grad();
+    const auto tensor = parallelize_module(net, world.group(), token_net_plan(false));
+    EXPECT_NO_THROW(forward_backward(net, sample(2, 7, 29)));
   });
 }
 

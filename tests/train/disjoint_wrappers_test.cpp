@@ -342,6 +342,56 @@ TEST(DisjointWrappers, ExpertsAndTheRestAreTwoSets) {
   }
 }
 
+/// A trunk that is in two wrapped modules is clipped and updated once, by the newer one's gradient.
+TEST(DisjointWrappers, WhatIsInTwoIsUpdatedOnce) {
+  struct Head : torch::nn::Module {
+    explicit Head(torch::nn::Linear of) : trunk(std::move(of)) {
+      register_module("trunk", trunk);
+      register_module("out", out);
+    }
+    at::Tensor forward(const at::Tensor& x) { return out(at::tanh(trunk(x))); }
+    torch::nn::Linear trunk, out{4, 2};
+  };
+  struct ActorCritic : torch::nn::Module {
+    ActorCritic() {
+      register_module("actor", actor);
+      register_module("critic", critic);
+      const at::NoGradGuard no_grad;
+      for (auto& [name, tensor, aliases] : nn::unique_parameters(*this)) tensor.copy_(random_tensor(tensor.sizes().vec(), name));
+    }
+    torch::nn::Linear trunk{3, 4};
+    std::shared_ptr<Head> actor = std::make_shared<Head>(trunk), critic = std::make_shared<Head>(trunk);
+  };
+  const at::Tensor x = random_tensor({4, 3}, "x");
+  const auto train = [&](int ranks) {
+    std::pair<double, std::vector<at::Tensor>> seen;
+    run_ranks(ranks, [&](World& world) {
+      ActorCritic both;
+      const DistributedDataParallel actor(*both.actor, world.group()), critic(*both.critic, world.group());
+      auto optimizer = zero_optimizer(both, sgd_of_set);
+      const auto [begin, rows] = chunk(4, ranks, world.rank());
+      const at::Tensor mine = x.narrow(0, begin, rows);
+      (both.actor->forward(mine) + both.critic->forward(mine)).square().sum().backward();
+      const double norm = clip_grad_norm(both, 0.5).item<double>();
+      optimizer.step();
+      if (world.rank() == 0) seen = {norm, values_of(both)};
+    });
+    return seen;
+  };
+  ActorCritic plain;
+  std::vector<at::Tensor> once;
+  for (const auto& parameter : nn::unique_parameters(plain)) once.push_back(parameter.tensor);
+  const auto sgd = sgd_of_set(once);
+  (plain.actor->forward(x) + plain.critic->forward(x)).square().sum().backward();
+  const double norm = clip_grad_norm(plain, 0.5).item<double>();
+  sgd->step();
+  for (const int ranks : {1, 2, 3}) {
+    const auto [found, values] = train(ranks);
+    EXPECT_NEAR(found, norm, 1e-5 * norm) << ranks;
+    EXPECT_LT(largest_difference(values, values_of(plain)), parity) << ranks;
+  }
+}
+
 TEST(DisjointWrappers, ClipTogether) {
   SharedNet whole;
   loss_of(whole.forward(whole_batch(samples).x), whole_batch(samples).y, samples).backward();

@@ -500,14 +500,16 @@ TEST(OwnLoops, WholeModelsOfCutLayers) {
   const std::string alike = "layers.0.attention.wo.bias";  // whole on each rank of tp; begins as zeros, so that Adafactor's steps do not hang on its own size
   for (const std::string name : {"muon", "adafactor"}) {
     at::Tensor expected;
-    const auto train = [&](int ranks, int tp) {
+    const auto train = [&](int ranks, int tp, bool replicated) {
       std::vector<double> losses;
       run_ranks(ranks, [&](World& world) {
         const tessera::Mesh mesh(world, {{"dp", world.size() / tp}, {"tp", tp}});
         auto model = tessera::on_meta([&] { return tessera::make_model(config.model); });
         auto parallel = tessera::parallelize_module(*model, mesh["tp"], tessera::parallel_plan(*model, true));
-        auto sharded = tessera::fully_shard(*model, mesh["dp"], {.wrap = "layers.*"});
+        std::unique_ptr<tessera::GradientSynchronizer> sharded;
+        if (!replicated) sharded = tessera::fully_shard(*model, mesh["dp"], {.wrap = "layers.*"});
         tessera::materialize(*model, 1);
+        if (replicated) sharded = std::make_unique<tessera::DistributedDataParallel>(*model, mesh["dp"]);
         tessera::OptimConfig optim;
         optim.name = name;
         //: optimizers: cut
@@ -533,10 +535,14 @@ TEST(OwnLoops, WholeModelsOfCutLayers) {
       });
       return losses;
     };
-    const auto alone = train(1, 1);
-    for (const auto& [ranks, tp] : {std::pair(2, 1), {2, 2}, {4, 2}}) {
-      const auto losses = train(ranks, tp);
-      for (size_t i = 0; i < alone.size(); ++i) EXPECT_NEAR(losses[i], alone[i], 2e-5 * alone[i]) << name << ", " << tp << " of " << ranks << ", step " << i;
+    const auto alone = train(1, 1, false);
+    for (const bool replicated : {false, true}) {
+      for (const auto& [ranks, tp] : {std::pair(2, 1), {2, 2}, {4, 2}}) {
+        const auto losses = train(ranks, tp, replicated);
+        for (size_t i = 0; i < alone.size(); ++i) {
+          EXPECT_NEAR(losses[i], alone[i], 2e-5 * alone[i]) << name << ", " << tp << " of " << ranks << (replicated ? " under DDP" : "") << ", step " << i;
+        }
+      }
     }
   }
 }
