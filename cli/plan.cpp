@@ -225,9 +225,8 @@ void forget_layout(Config& config, const std::vector<std::string>& sets, const s
   config.recompute = {};
   if (config.offload != OffloadConfig{}) log().warn("{}: offload.* is not looked at, and is left out", flag);
   config.offload = {};
-  config.tensor.sequence_parallel = false;
-  if (config.tensor.overlap) log().warn("{}: tensor.overlap is not looked at, and is left out", flag);
-  config.tensor.overlap = false;
+  if (config.tensor.overlap || config.tensor.keep_gathered) log().warn("{}: tensor.overlap and tensor.keep_gathered are not looked at, and are left out", flag);
+  config.tensor = {};
   config.pipeline = {};
   config.batch.micro_size = 1;
   for (const std::string& set : sets) {
@@ -285,11 +284,11 @@ void draw_search(const plan::LayoutSearch& found, const Config& winner, const Pl
   flags.pictures.write({.config = winner, .run = run, .device = &device, .search = &found, .json = std::move(json)});
 }
 
-/// Exit code 0 where something fits, else 1: a script asks for a layout and needs to know.
-int say_search(const Config& config, const PlanFlags& flags, const plan::Device& device, const plan::Machine& machine) {
+/// `micro_size` is that of the run as it was given. Exit code 0 where something fits, else 1: a script asks for a layout and needs to know.
+int say_search(const Config& config, int64_t micro_size, const PlanFlags& flags, const plan::Device& device, const plan::Machine& machine) {
   const auto found = [&] {
     ProgressLine line;
-    plan::SearchOptions options{.progress = [&](const std::string& text) { line.say(text); }};
+    plan::SearchOptions options{.micro_size = micro_size, .progress = [&](const std::string& text) { line.say(text); }};
     if (flags.max_batch) options.batches = batches_up_to(*flags.max_batch);
     if (flags.patience) options.patience = std::chrono::seconds(*flags.patience);
     return plan::search_layouts(config, flags.world, machine, options);
@@ -519,6 +518,7 @@ void add_plan(Command app, int& exit_code) {
     if (device) limit_to(*device, config);
     const double tokens = flags->tokens.empty() ? 0 : plan::parse_tokens(flags->tokens);
     require(!flags->explain || !flags->longest, "--explain and --longest: each stands in place of the plan; give one");
+    const int64_t micro_size = config.batch.micro_size;
     if (flags->search) forget_layout(config, flags->sets, "--search");
     if (!flags->curve.empty()) {
       forget_layout(config, flags->sets, "--curve");
@@ -542,7 +542,7 @@ void add_plan(Command app, int& exit_code) {
       return;
     }
     if (flags->search) {
-      exit_code = say_search(config, *flags, *device, machine_for(*device, framework, config));
+      exit_code = say_search(config, micro_size, *flags, *device, machine_for(*device, framework, config));
       return;
     }
     if (flags->curve == "ranks") {

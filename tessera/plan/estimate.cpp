@@ -6,6 +6,10 @@
 #include <string>
 
 #include "tessera/models/flops.h"
+#include "tessera/models/model.h"
+#include "tessera/nn/meta.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/train/adapters.h"
 
 // The textbook's sums: 6 FLOPs a parameter and token, a bubble of (p-1)/(v m), tensor parallelism's four reductions of the stream a layer, data parallelism's
 // two shares of the gradients (three gathers at stage 3), 34 bytes an element of the stream and layer (Korthikanti et al., arXiv:2205.05198). Which layout is
@@ -24,14 +28,31 @@ double optimizer_bytes(const OptimConfig& optim) {
   return optim.name != "adam8bit" && optim.state_dtype == "bf16" ? found->second / 2 : found->second;
 }
 
+/// Of an element: its code, and its share of a block's scale.
+double quantized_bytes(const QuantizeConfig& quantize) {
+  return (quantize.format == "int8" ? 1 : 0.5) + (quantize.double_scales ? 1.0 : 4.0) / static_cast<double>(quantize.block);
+}
+
 }  // namespace
 
 Estimator::Estimator(const Config& config, int world, const Machine& machine) : config_(config), world_(world), machine_(machine) {
-  const ModelConfig& model = config.model;
-  const auto all = static_cast<double>(num_parameters(model));
-  active_ = static_cast<double>(num_active_parameters(model));
-  if (model.experts > 1) experts_ = (all - active_) / (1 - static_cast<double>(model.experts_per_token) / static_cast<double>(model.experts));
-  dense_ = all - experts_;
+  active_ = static_cast<double>(num_active_parameters(config.model));
+  const auto model = on_meta([&] { return make_model(config.model); });
+  const Attachment adapters = add_adapters(config, *model);
+  const auto count = [&] {
+    double elements = 0;
+    trained_ = {}, frozen_ = {};
+    for (const auto& parameter : nn::unique_parameters(*model)) {
+      Elements& kind = config.lora.modules.empty() || parameter.tensor.requires_grad() ? trained_ : frozen_;
+      const auto numel = static_cast<double>(parameter.tensor.numel());
+      (parameter.name.find(".experts.") == std::string::npos ? kind.dense : kind.experts) += numel;
+      elements += numel;
+    }
+    return elements;
+  };
+  const double before = count();
+  quantize_frozen(config, *model, at::kMeta);
+  quantized_ = (before - count()) * quantized_bytes(config.quantize);
 }
 
 Estimate Estimator::operator()(const LayoutChoice& c) const {
@@ -41,29 +62,37 @@ Estimate Estimator::operator()(const LayoutChoice& c) const {
   const ModelConfig& model = config.model;
   const auto layers = static_cast<double>(model.layers), dim = static_cast<double>(model.dim), seq = static_cast<double>(config.data.seq_len);
   const auto ffn = static_cast<double>(model.ffn_dim.value_or(model.dim * 8 / 3)) * (model.experts > 0 ? static_cast<double>(model.experts_per_token) : 1);
-  const double held = (dense_ / c.tp + experts_ / c.ep) / c.pp;
+  const double trained = trained_.held(c), frozen = frozen_.held(c);
   const double element = bytes_of(config.precision.compute);
 
   const double kept = bytes_of(config.precision.params), master = kept < 4 && config.precision.master == "fp32" ? 4 : 0;
   const double shards = c.shard * c.cp;
   Estimate found;
   const double state = (optimizer_bytes(config.optim) + master) / (c.stage >= 1 ? shards : 1);
-  found.state_bytes = held * (kept / (c.stage >= 3 ? shards : 1) + kept / (c.stage >= 2 ? shards : 1) + (c.host_optimizer ? 0 : state));
+  const double whole = kept / (c.stage >= 3 ? shards : 1);
+  // What is frozen has neither gradient nor optimizer state, and nothing shards what is in fewer bits.
+  found.state_bytes = trained * (whole + kept / (c.stage >= 2 ? shards : 1) + (c.host_optimizer ? 0 : state)) + frozen * whole + quantized_ / c.tp / c.pp;
   if (c.offload) found.state_bytes = 0;
 
   const auto m = static_cast<double>(c.micro_batches(world));
   const double tokens = static_cast<double>(c.micro_size) * seq / c.cp;  // of a micro-batch on a rank
-  const double kept_of_a_layer = tokens * element * (c.recompute == "full" ? dim : (17 * dim + (model.family == "llama" ? 1 : 0) * ffn) / c.tp);
+  // Of a mixture, what each chosen expert takes, makes of it in three products of its width, and gives back.
+  const double elements =
+      model.experts > 0 ? (9 + 2 * static_cast<double>(model.experts_per_token)) * dim + 3 * ffn : 17 * dim + (model.family == "llama" ? 1 : 0) * ffn;
+  const double kept_of_a_layer = tokens * element * (c.recompute == "full" ? dim : elements / c.tp);
   double in_flight = c.pp == 1 ? 1 : std::min<double>(m, c.pp) * (1 + (c.chunks > 1 ? (c.pp - 1.0) / (c.pp * c.chunks) : 0));
   if (c.schedule == "v_half") in_flight /= 2;
   if (c.schedule == "v_min") in_flight /= 3;
-  found.bytes = found.state_bytes + kept_of_a_layer * layers / c.pp * in_flight;
+  // Where the head makes the last stage hold fewer layers, another holds one more than its share.
+  const double most_layers = c.pp == 1 ? layers : layers / c.pp + 1;
+  found.bytes = (found.state_bytes + kept_of_a_layer * layers / c.pp * in_flight) * most_layers * c.pp / layers;
 
   const auto peak = machine.device.flops.find(element == 2 ? at::kBFloat16 : at::kFloat);
   const double rate = (peak == machine.device.flops.end() ? 1e14 : peak->second) * machine.device.product_share;
-  const double flops_a_token = (6 * active_ + 6 * layers * dim * counted_keys(model, config.data.seq_len)) * (c.recompute == "full"        ? 4.0 / 3
-                                                                                                              : c.recompute == "selective" ? 1.03
-                                                                                                                                           : 1);
+  const double flops_a_token =
+      ((frozen > 0 ? 4 : 6) * active_ + 6 * layers * dim * counted_keys(model, config.data.seq_len)) * (c.recompute == "full"        ? 4.0 / 3
+                                                                                                        : c.recompute == "selective" ? 1.03
+                                                                                                                                     : 1);
   // What the slowest stage has of the layers, of which the head is some.
   const double head = static_cast<double>(model.vocab_size) * dim / ((active_ - 2 * static_cast<double>(model.vocab_size) * dim) / layers);
   const double parts = static_cast<double>(c.pp) * c.chunks;
@@ -91,8 +120,8 @@ Estimate Estimator::operator()(const LayoutChoice& c) const {
 
   const double data = static_cast<double>(c.data_ranks(world)) * c.cp;
   const double apart = static_cast<double>(c.tp) * c.pp, between = link(data, apart).bandwidth;
-  const double gradient = held * bytes_of(config.precision.reduce) * (data - 1) / data / between;
-  const double gathers = held * element * (data - 1) / data / link(shards, apart).bandwidth;
+  const double gradient = trained * bytes_of(config.precision.reduce) * (data - 1) / data / between;
+  const double gathers = (trained + frozen) * element * (data - 1) / data / link(shards, apart).bandwidth;
   double sharded = data == 1 ? 0 : 2 * gradient;
   if (c.stage >= 3) sharded = m * (gradient + 2 * gathers);
   if (c.stage == 2) sharded = m * gradient + gathers;
@@ -104,7 +133,7 @@ Estimate Estimator::operator()(const LayoutChoice& c) const {
                                       (c.cp - 1) / link(c.cp, c.tp).bandwidth;
   found.seconds = std::max(computing + elsewhere + tensor + exchange + 0.5 * ring, asked) * (1 + idle) + std::max(0.3 * sharded, sharded - hidden);
   // The update reads and writes the state, a copy and a gradient; then the parameters come back.
-  if (c.host_optimizer) found.seconds += held * ((2 * state + 3 * kept) / machine.device.host_memory + 2 * kept / machine.device.host_link);
+  if (c.host_optimizer) found.seconds += trained * ((2 * state + 3 * kept) / machine.device.host_memory + 2 * kept / machine.device.host_link);
   return found;
 }
 

@@ -15,15 +15,24 @@ struct Estimate {
 
 class Estimator {
  public:
-  /// Lays the model out to count its parameters, which takes milliseconds.
+  /// Lays the model out, with what [lora] adds and [quantize] takes away, to count its parameters, which takes milliseconds. Throws ConfigError where a pattern
+  /// names nothing.
   Estimator(const Config& config, int world, const Machine& machine);
   Estimate operator()(const LayoutChoice& choice) const;
 
  private:
+  /// Parameters by what cuts them: mesh.tp, and mesh.ep.
+  struct Elements {
+    double dense = 0, experts = 0;
+    double held(const LayoutChoice& c) const { return (dense / c.tp + experts / c.ep) / c.pp; }
+  };
+
   Config config_;
   int world_;
   Machine machine_;
-  double dense_ = 0, experts_ = 0, active_ = 0;  ///< parameters
+  Elements trained_{}, frozen_{};
+  double active_ = 0;     ///< parameters that a token meets
+  double quantized_ = 0;  ///< bytes of the weights in fewer bits, whole
 };
 
 }  // namespace tessera::plan

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
@@ -52,9 +53,15 @@ class Search {
   }
 
   LayoutSearch run() {
-    look_at(candidates(), kShareOfFirst);
+    const auto all = candidates();
+    look_at(all, kShareOfFirst);
     climb();
-    if (options_.on_the_host && found_.complete && (best() == nullptr || !best()->fits)) put_optimizers_on_the_host();
+    found_.exhausted = are_known(all);
+    if (options_.on_the_host && (best() == nullptr || !best()->fits)) {
+      const auto on_the_host = candidates(/*host_optimizer=*/true);
+      if (found_.complete) put_optimizers_on_the_host(on_the_host);
+      found_.exhausted = found_.exhausted && are_known(on_the_host);
+    }
     finish();
     return std::move(found_);
   }
@@ -89,6 +96,10 @@ class Search {
       }
     }
     return found;
+  }
+
+  bool are_known(const std::vector<Candidate>& all) const {
+    return std::ranges::all_of(all, [&](const Candidate& each) { return tried_.contains(each.choice) || refused_.contains(each.choice); });
   }
 
   /// What the formulas miss of activations depends on the schedule and on what is recomputed, and shows in the dry runs so far.
@@ -174,8 +185,7 @@ class Search {
   }
 
   /// Slower wherever it is needed, and so tried where nothing fits without it alone.
-  void put_optimizers_on_the_host() {
-    const auto all = candidates(/*host_optimizer=*/true);
+  void put_optimizers_on_the_host(const std::vector<Candidate>& all) {
     if (all.empty()) return;
     look_at(all, kShareOfAll);
     if (best() == nullptr || !best()->fits) return;
@@ -272,6 +282,26 @@ class Search {
     } else if (best.choice.tp > 1) {
       add("without tensor parallelism " + nothing_fits([](const LayoutChoice& c) { return c.tp == 1; }));
     }
+    if (options_.micro_size && *options_.micro_size != best.choice.micro_size) {
+      const std::string terms = terms_of_a_micro_batch();
+      if (!terms.empty()) {
+        add(fmt::format(
+            "batch.micro_size = {0} where it was {1} trains another objective, since these are taken over a micro-batch: {2}; to keep it, plan this "
+            "layout with --set batch.micro_size={1}",
+            best.choice.micro_size, *options_.micro_size, terms));
+      }
+    }
+  }
+
+  /// Keys of a mixture's settings whose arithmetic knows where a micro-batch ends; none where it does not.
+  std::string terms_of_a_micro_batch() const {
+    if (config_.model.experts == 0) return "";
+    std::vector<std::string> keys;
+    if (config_.moe.balance_loss != 0) keys.emplace_back("moe.balance_loss");
+    if (config_.moe.z_loss != 0) keys.emplace_back("moe.z_loss");
+    if (config_.moe.capacity_factor != 0) keys.emplace_back("moe.capacity_factor");
+    if (config_.model.router == "expert_choice") keys.emplace_back("model.router = expert_choice");
+    return fmt::format("{}", fmt::join(keys, ", "));
   }
 
   /// By formulas, which say what the state needs, and one dry run each.
@@ -282,16 +312,16 @@ class Search {
       options.patience = std::chrono::seconds(0);
       Search other(config_, static_cast<int>(world), machine_, options, begin_ + 2 * options_.patience);
       const auto all = other.candidates();
-      if (all.empty()) {
-        found_.most_looked_at = static_cast<int>(world);
-        continue;
-      }
-      other.look_at(all, kShareOfFirst);
+      if (!all.empty()) other.look_at(all, kShareOfFirst);
       if (const Tried* tried = other.best(); tried != nullptr && tried->fits) {
         found_.smallest_world = static_cast<int>(world);
         return;
       }
-      found_.most_looked_at = static_cast<int>(world);
+      if (other.are_known(all) && other.are_known(other.candidates(/*host_optimizer=*/true))) {
+        found_.most_ruled_out = static_cast<int>(world);
+      } else if (!other.tried_.empty()) {
+        found_.most_looked_at = static_cast<int>(world);
+      }
     }
   }
 
@@ -338,33 +368,47 @@ nlohmann::json to_json(const LayoutSearch& search) {
                        {"time", to_json(tried.time)}});
   }
   for (const Loses& other : search.losing) losing.push_back({{"instead", other.what}, {"reason", other.reason}});
-  nlohmann::json json{
-      {"world", search.world},       {"limit", search.limit}, {"possible", search.possible}, {"too_large", search.too_large},      {"seconds", search.seconds},
-      {"complete", search.complete}, {"layouts", layouts},    {"neighbours", losing},        {"observations", search.observations}};
+  nlohmann::json json{{"world", search.world},         {"limit", search.limit},
+                      {"possible", search.possible},   {"too_large", search.too_large},
+                      {"seconds", search.seconds},     {"complete", search.complete},
+                      {"exhausted", search.exhausted}, {"layouts", layouts},
+                      {"neighbours", losing},          {"observations", search.observations}};
   if (search.smallest_world) json["smallest_world"] = *search.smallest_world;
   return json;
 }
 
 std::string to_string(const LayoutSearch& search, size_t rows) {
-  std::string out = fmt::format("{} layout{} of {} rank{}, {} of them too large by their state alone; {} run dry in {}{}\n", search.possible,
-                                search.possible == 1 ? "" : "s", search.world, search.world == 1 ? "" : "s", search.too_large, search.ranked.size(),
-                                format_duration(search.seconds), search.complete ? "" : ", and more would have been looked at with more patience (--patience)");
   const Tried* best = search.best();
+  std::string out =
+      fmt::format("{} layout{} of {} rank{}, {} of them too large by their state alone; {} run dry in {}{}\n", search.possible, search.possible == 1 ? "" : "s",
+                  search.world, search.world == 1 ? "" : "s", search.too_large, search.ranked.size(), format_duration(search.seconds),
+                  search.complete && (best != nullptr || search.exhausted) ? "" : ", and more would have been looked at with more patience (--patience)");
   if (search.possible == 0) {
     return fmt::format(
         "no layout deals a step over {} ranks: each data rank needs a sequence of its own, and the rest of the ranks divisors of the model; give "
         "a step more sequences (--batch, --max-batch), or name another number of ranks\n",
         search.world);
   }
-  if (search.ranked.empty() && !search.complete) return out + "no dry run came to its end in time; give it more (--patience)\n";
+  if (search.ranked.empty() && !search.exhausted) return out + "no dry run came to its end in time; give it more (--patience)\n";
   if (best == nullptr) {
-    out += fmt::format("none fits in {} a rank", format_bytes(search.limit));
+    // Only where all were run, refused or too large is anything known of those that were not.
+    const std::string limit = format_bytes(search.limit);
+    const bool one = !search.exhausted && search.ranked.size() == 1;
+    out += search.exhausted ? fmt::format("none fits in {} a rank", limit)
+           : one            ? "the one that was run does not fit"
+                            : fmt::format("none of the {} that were run fits in {} a rank", search.ranked.size(), limit);
     if (!search.ranked.empty()) {
-      out += fmt::format("; the least, {}, needs {}", to_string(search.ranked.front().choice, search.world), format_bytes(search.ranked.front().peak_bytes));
+      const Tried& least = search.ranked.front();
+      out += fmt::format("; {}{}, needs {}{}", one ? "" : "the least, ", to_string(least.choice, search.world), format_bytes(least.peak_bytes),
+                         one ? fmt::format(" of {} a rank", limit) : "");
     }
-    out += search.smallest_world       ? fmt::format("; {} such devices would do\n", *search.smallest_world)
-           : search.most_looked_at > 0 ? fmt::format("; nor does it in {} of these devices\n", search.most_looked_at)
-                                       : "\n";
+    if (search.smallest_world) {
+      out += fmt::format("; {} such devices would do", *search.smallest_world);
+    } else {
+      if (search.most_ruled_out > 0) out += fmt::format("; nor does it in {} of these devices", search.most_ruled_out);
+      if (search.most_looked_at > search.most_ruled_out) out += fmt::format("; nor does what was run of up to {} of these devices", search.most_looked_at);
+    }
+    out += "\n";
     return out;
   }
   size_t width = 6;

@@ -39,12 +39,14 @@ struct LayoutSearch {
   size_t too_large = 0;                   ///< of those, whose state alone is beyond the limit
   double seconds = 0;                     ///< that the search took
   bool complete = true;                   ///< false: patience ended before every neighbour of the best was run
+  bool exhausted = false;                 ///< every layout was run, refused by a rule or is too large by its state: where none fits, none does
   std::vector<Tried> ranked;              ///< those that fit, the fastest for a token first; then those that do not, by what they need
   std::vector<Loses> losing;              ///< the best's neighbours
   std::vector<std::string> observations;  ///< what of the field's rules of thumb came out of the costs, and what did not
-  std::optional<int> smallest_world;      ///< where nothing fits: the fewest ranks, in powers of two of these, that would
+  std::optional<int> smallest_world;      ///< where nothing fits: the fewest ranks, in powers of two of these, of which a layout was run that does
 
-  int most_looked_at = 0;  ///< where there is none: so many would not
+  int most_ruled_out = 0;  ///< where there is none: of so many no layout fits
+  int most_looked_at = 0;  ///< and of so many some were run, none of which fits
 
   const Tried* best() const { return !ranked.empty() && ranked.front().fits ? &ranked.front() : nullptr; }
 };
@@ -55,6 +57,7 @@ struct SearchOptions {
   size_t most_runs = SIZE_MAX;                               ///< dry runs, too, whatever they take
   std::function<bool(const LayoutChoice& choice)> admits{};  ///< which layouts are looked at; empty: all
   int64_t fewest_columns = kFewestColumns;                   ///< of a sequence, that a rank keeps
+  std::optional<int64_t> micro_size{};                       ///< batch.micro_size of the run as it was; where another is chosen, what depends on it is said
   bool on_the_host = true;                                   ///< where nothing fits else, optimizers there are tried, and larger worlds
   std::function<void(const std::string&)> progress{};
 };

@@ -9,6 +9,7 @@
 #include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/estimate.h"
+#include "tessera/plan/presets.h"
 #include "tessera/plan/settings.h"
 #include "tests/refusal.h"
 #include "tests/train/fixture.h"
@@ -71,7 +72,14 @@ TEST_F(SearchTest, NeighboursDifferAndUseEveryRank) {
 
 /// What leaves a layout out has to be below what the run needs.
 TEST_F(SearchTest, TheStateOfAnEstimateIsALowerBound) {
-  for (const std::vector<std::string>& sets : {std::vector<std::string>{}, {"optim.name=lion"}}) {
+  const std::string adapted = "lora.modules=layers.*.**", quantized = "quantize.modules=layers.*.**";
+  for (const std::vector<std::string>& sets : {std::vector<std::string>{},
+                                               {"optim.name=lion"},
+                                               {adapted},
+                                               {adapted, "lora.trained=head.weight"},
+                                               {adapted, quantized},
+                                               {adapted, quantized, "quantize.format=int8", "quantize.block=16"},
+                                               {adapted, quantized, "quantize.double_scales=true"}}) {
     const Config config = small(sets);
     const Estimator guess(config, 4, machine());
     int compared = 0;
@@ -100,6 +108,97 @@ TEST_F(SearchTest, TheStateOfAnEstimateIsTheTextbooks) {
   EXPECT_DOUBLE_EQ(guess({.stage = 2, .shard = 4, .batch = 16}).state_bytes, elements * (4 + 12.0 / 4));
   EXPECT_DOUBLE_EQ(guess({.stage = 3, .shard = 2, .batch = 16}).state_bytes, elements * 16 / 2);
   EXPECT_DOUBLE_EQ(guess({.tp = 2, .pp = 2, .batch = 16}).state_bytes, elements * 16 / 4);
+}
+
+/// What LoRA freezes has no gradient and no optimizer state, and what is in fewer bits has not even its parameters' bytes.
+TEST_F(SearchTest, TheStateOfAnEstimateKnowsWhatIsFrozenAndWhatIsInFewerBits) {
+  const auto state = [&](const std::vector<std::string>& sets) { return Estimator(small(sets), 1, machine())({.batch = 16}).state_bytes; };
+  const std::string adapted = "lora.modules=layers.*.**", quantized = "quantize.modules=layers.*.**";
+  const double all = state({}), frozen = state({adapted}), narrow = state({adapted, quantized});
+  EXPECT_LT(frozen, all);
+  EXPECT_GT(frozen, all / 4) << "the parameters themselves, in fp32";
+  EXPECT_LT(narrow, frozen);
+  EXPECT_GT(state({adapted, quantized, "quantize.format=int8"}), narrow);
+  EXPECT_LT(state({adapted, quantized, "quantize.double_scales=true"}), narrow);
+}
+
+TEST_F(SearchTest, FindsWhatFitsOfFrozenAndOfQuantizedWeights) {
+  const std::vector<std::string> wide{"model.dim=256", "model.ffn_dim=512"};
+  const double trained = Estimator(small(wide), 1, machine())({.batch = 16}).state_bytes;
+  const std::string adapted = "lora.modules=layers.*.**", quantized = "quantize.modules=layers.*.**";
+  for (std::vector<std::string> sets : {std::vector<std::string>{adapted}, {adapted, quantized}}) {
+    sets.insert(sets.end(), wide.begin(), wide.end());
+    Config config = small(sets);
+    const int64_t needed = total_of(largest_class(dry_run(with_settings(config, {"batch.micro_size=1", "recompute.mode=full"}), 1)).peak_bytes);
+    ASSERT_GT(trained, static_cast<double>(needed)) << "or nothing is shown";
+    config.run.memory_limit_bytes = needed;
+    const LayoutSearch found = search_layouts(config, 1, machine(), patient());
+    EXPECT_NE(found.best(), nullptr) << to_string(found);
+    EXPECT_EQ(found.too_large, 0);
+  }
+}
+
+/// What was not run may fit.
+TEST_F(SearchTest, SaysOfASearchThatWasCutShortWhatItRanAndNoMore) {
+  Config config = small();
+  config.run.memory_limit_bytes = static_cast<int64_t>(Estimator(config, 1, machine())({.batch = 16}).state_bytes);  // nothing is left for activations
+  SearchOptions few = patient();
+  few.most_runs = 1;
+  const LayoutSearch one = search_layouts(config, 1, machine(), few);
+  ASSERT_EQ(one.best(), nullptr);
+  EXPECT_FALSE(one.exhausted);
+  EXPECT_THAT(to_string(one), AllOf(HasSubstr("the one that was run does not fit"), HasSubstr("(--patience)"), Not(HasSubstr("none fits"))));
+
+  LayoutSearch found{.world = 64, .limit = 1 << 30, .possible = 100, .complete = false, .ranked = {Tried{}, Tried{}}, .most_looked_at = 2048};
+  EXPECT_THAT(to_string(found), AllOf(HasSubstr("none of the 2 that were run fits"), HasSubstr("nor does what was run of up to 2048 of these devices"),
+                                      HasSubstr("(--patience)"), Not(HasSubstr("nor does it in"))));
+  found.complete = found.exhausted = true, found.most_ruled_out = 2048;
+  EXPECT_THAT(to_string(found), AllOf(HasSubstr("none fits in"), HasSubstr("nor does it in 2048 of these devices"), Not(HasSubstr("patience"))));
+}
+
+/// Whose choices and uneven stages weigh: formulas that miss them try what does not fit first.
+TEST_F(SearchTest, OfAMixtureWhatFitsIsAmongTheFirst) {
+  Config config = preset("mixtral-8x7b", {}).value().config;
+  resolve(config);
+  config.run.memory_limit_bytes = static_cast<int64_t>(find_device("h100").memory_bytes);
+  SearchOptions few = patient();
+  few.most_runs = 4;
+  few.on_the_host = false;
+  const LayoutSearch found = search_layouts(config, 64, machine_of(find_device("h100")), few);
+  EXPECT_NE(found.best(), nullptr) << to_string(found);
+}
+
+TEST_F(SearchTest, AWholeSearchThatFindsNothingSaysSo) {
+  Config config = small();
+  config.run.memory_limit_bytes = 4096;
+  const LayoutSearch none = search_layouts(config, 1, machine(), patient());
+  EXPECT_TRUE(none.exhausted);
+  EXPECT_EQ(none.most_looked_at, 0);
+  EXPECT_THAT(to_string(none), AllOf(HasSubstr("none fits in"), HasSubstr("nor does it in")));
+}
+
+/// A mixture's terms of a micro-batch are another objective in another micro-batch.
+TEST_F(SearchTest, SaysWhereAnotherMicroBatchTrainsAnotherObjective) {
+  const auto observed = [&](std::optional<int64_t> given, const std::vector<std::string>& sets, const std::string& family = "mixtral") {
+    std::vector<std::string> all{"run.steps=3", "batch.global_size=16"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    Config mixture = config(family, all);
+    mixture.run.memory_limit_bytes = int64_t{1} << 40;
+    SearchOptions options{.patience = std::chrono::seconds(600), .most_runs = 1, .micro_size = given};
+    options.admits = [](const LayoutChoice& choice) { return choice.micro_size == 4; };
+    const LayoutSearch found = search_layouts(mixture, 1, machine(), options);
+    EXPECT_NE(found.best(), nullptr);
+    return testing::PrintToString(found.observations);
+  };
+  const std::string another = "trains another objective";
+  EXPECT_THAT(observed(2, {}), AllOf(HasSubstr("batch.micro_size = 4 where it was 2 " + another), HasSubstr("moe.balance_loss, moe.z_loss"),
+                                     HasSubstr("--set batch.micro_size=2")));
+  EXPECT_THAT(observed(4, {}), Not(HasSubstr(another)));
+  EXPECT_THAT(observed(std::nullopt, {}), Not(HasSubstr(another)));
+  EXPECT_THAT(observed(2, {"moe.balance_loss=0", "moe.z_loss=0"}), Not(HasSubstr(another)));
+  EXPECT_THAT(observed(2, {"moe.balance_loss=0", "moe.z_loss=0", "moe.capacity_factor=1.25"}), HasSubstr("moe.capacity_factor"));
+  EXPECT_THAT(observed(2, {"moe.balance_loss=0", "moe.z_loss=0", "model.router=expert_choice"}), HasSubstr("model.router = expert_choice"));
+  EXPECT_THAT(observed(2, {}, "llama"), Not(HasSubstr(another)));
 }
 
 TEST_F(SearchTest, SettingsSayTheWholeChoice) {

@@ -159,6 +159,14 @@ class Plan(SystemTest):
         done = run("train", found, "--nproc", 2, "--set", f"log.dir={self.folder / 'log'}")
         self.assertEqual(done.returncode, 0, done.stderr)
 
+    def test_a_search_of_a_mixture_says_which_terms_its_micro_batch_changes(self):
+        mixture = SOURCE / "recipes" / "tiny_mixtral.toml"  # which has batch.micro_size = 2 and moe.balance_loss; of 3 sequences each is one of its own
+        for given, says in ((2, True), (1, False)):
+            with self.subTest(given=given):
+                done = run("plan", mixture, "--device", "cpu", "--search", "--batch", 3, "--set", f"batch.micro_size={given}")
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertEqual("trains another objective, since these are taken over a micro-batch: moe.balance_loss" in done.stdout, says, done.stdout)
+
     def test_a_search_that_finds_nothing_ends_with_1_and_bad_flags_with_2(self):
         searched = ("plan", self.recipe, "--world", 2, "--device", "cpu", "--search")
         none = run(*searched, "--set", "run.memory_limit_bytes=4096")
