@@ -6,12 +6,13 @@
 #include <ATen/ops/equal.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/pipeline/schedules/generators.h"
 #include "tessera/precision/gradient_dtype.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/engine.h"
-#include "tests/train/fixture.h"
 #include "tests/test_device.h"
+#include "tests/train/fixture.h"
 
 namespace tessera {
 namespace {
@@ -82,6 +83,7 @@ class Scheduled : public TrainFixture {
           const at::Tensor& gradient = parameter.tensor.grad();
           mine["gradient of " + parameter.name + " in step " + std::to_string(step)] = gradient.defined() ? gradient.clone() : at::Tensor();
         }
+        nn::sum_terms(composed.layers, composed.updated, composed.cut);
         composed.optimizer->step(0.01);
         composed.synchronizer->after_update();
       }
