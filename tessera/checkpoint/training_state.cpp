@@ -37,8 +37,7 @@ constexpr std::string_view kModel = "model.";
 void settle_wrappers(const torch::nn::Module& model) {
   std::set<const GradientSynchronizer*> asked;
   for (const auto& parameter : model.parameters()) {
-    const auto* const dispatcher = nn::GradientDispatcher::find(parameter);
-    const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+    const GradientSynchronizer* const owner = nn::owner_of(parameter);
     if (owner != nullptr && asked.insert(owner).second) (void)owner->updated();
   }
 }

@@ -85,7 +85,7 @@ std::pair<at::Tensor, at::Tensor> add_matrices(AnyLinear& linear, const std::str
   require(!(gradients && gradients->owner()) && !nn::keeps_memory(linear.weight), "LoRA of '", path,
           "': the model is wrapped already, by something that would not know the adapters; attach LoRA before what sums or shards gradients");
   const int64_t in = linear.options.in_features(), out = linear.options.out_features();
-  require(linear.weight.defined() && linear.weight.sizes() == at::IntArrayRef({out, in}), "LoRA of '", path,
+  require(linear.weight.sizes() == at::IntArrayRef({out, in}), "LoRA of '", path,
           "': its weight is cut, or gone, already; attach LoRA before whatever cuts, shards or quantizes the model");
   const double bound = in > 0 ? 1 / std::sqrt(static_cast<double>(in)) : 0;
   const at::Tensor a = add_parameter(linear, nn::kLoraA, {options.rank, in}, nn::InitRule::uniform(-bound, bound), {.dim = 1, .of_weight = 1});

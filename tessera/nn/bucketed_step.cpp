@@ -82,8 +82,7 @@ void BucketedStep::relay_alone() {
 /// What fully_shard holds is not whole: ranks would not even agree on its sizes.
 void BucketedStep::refuse_slices() const {
   const nn::NamedParameter& first = parameters_.front();
-  const auto* const dispatcher = nn::GradientDispatcher::find(first.tensor);
-  const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+  const GradientSynchronizer* const owner = nn::owner_of(first.tensor);
   if (owner == nullptr || owner->norm_group().size() == 1) return;
   require(std::ranges::none_of(owner->updated(), [&](const auto& updated) { return updated.tensor.is_same(first.tensor); }), options_.technique, ": '",
           first.name, "' is a slice, of a module that fully_shard holds; call unshard(model) first, while what fully_shard returned is alive");

@@ -168,16 +168,6 @@ Attachment GradientDispatcher::claim(GradientSynchronizer* owner) {
 
 GradientSynchronizer* GradientDispatcher::owner() const { return state_->owners.empty() ? nullptr : state_->owners.back(); }
 
-std::vector<NamedParameter> GradientDispatcher::owned(const GradientSynchronizer& synchronizer) {
-  std::vector<NamedParameter> parameters = synchronizer.updated();
-  std::erase_if(parameters, [&](const NamedParameter& updated) {
-    const at::Tensor parameter = updated_for(updated.tensor);
-    const auto* const dispatcher = parameter.defined() ? find(parameter) : nullptr;
-    return dispatcher != nullptr && dispatcher->owner() != nullptr && dispatcher->owner() != &synchronizer;
-  });
-  return parameters;
-}
-
 void GradientDispatcher::expect(int count) { state_->outstanding += count; }
 
 at::Tensor GradientDispatcher::parameter() const { return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(parameter_)); }
@@ -256,6 +246,21 @@ void GradientDispatcher::announce_final() {
   }
   state->arrived = false;
   state->final.call(parameter());
+}
+
+GradientSynchronizer* owner_of(const at::Tensor& updated) {
+  const at::Tensor parameter = updated_for(updated);
+  const auto* const dispatcher = parameter.defined() ? GradientDispatcher::find(parameter) : nullptr;
+  return dispatcher == nullptr ? nullptr : dispatcher->owner();
+}
+
+std::vector<NamedParameter> owned_by(const GradientSynchronizer& synchronizer) {
+  std::vector<NamedParameter> parameters = synchronizer.updated();
+  std::erase_if(parameters, [&](const NamedParameter& updated) {
+    const GradientSynchronizer* const owner = owner_of(updated.tensor);
+    return owner != nullptr && owner != &synchronizer;
+  });
+  return parameters;
 }
 
 }  // namespace tessera::nn

@@ -63,8 +63,6 @@ class GradientDispatcher {
   /// Says who makes the parameter's gradient that of the global batch, until the attachment goes. Who claimed it last does; those before wait until then.
   [[nodiscard]] Attachment claim(GradientSynchronizer* owner);
   GradientSynchronizer* owner() const;  ///< null where nobody has claimed it
-  /// Of what `synchronizer` updates, what no other has claimed since.
-  static std::vector<NamedParameter> owned(const GradientSynchronizer& synchronizer);
 
   /// Promises `count` more gradients that autograd does not bring itself (weight gradients computed later): the gradient is not final before they
   /// were delivered.
@@ -113,5 +111,11 @@ class GradientDispatcher {
   c10::TensorImpl* parameter_;  ///< owner of the slot that owns us: alive as long as we are
   std::shared_ptr<State> state_;
 };
+
+/// Who makes the gradient of a parameter, or of that of which this is updated in place, that of the global batch; null: nobody.
+GradientSynchronizer* owner_of(const at::Tensor& updated);
+
+/// Of what `synchronizer` updates, what no other has claimed since.
+std::vector<NamedParameter> owned_by(const GradientSynchronizer& synchronizer);
 
 }  // namespace tessera::nn

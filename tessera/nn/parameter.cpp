@@ -244,10 +244,12 @@ void note_terms_summed(const at::Tensor& updated) {
   if (data && !data->terms_summed) change(parameter, [](ParameterData& of) { of.terms_summed = true; });
 }
 
-bool are_terms_summed(const at::Tensor& updated) {
+std::optional<std::string> axis_of_unsummed_term(const at::Tensor& updated) {
   const at::Tensor parameter = updated_for(updated);
   const auto data = parameter.defined() ? data_of(parameter) : nullptr;
-  return data && data->terms_summed;
+  if (!data || data->terms_summed) return std::nullopt;
+  const auto term = std::ranges::find_if(data->sharings, [](const Sharing& sharing) { return sharing.is_term && sharing.holders > 1; });
+  return term == data->sharings.end() ? std::nullopt : std::optional(term->axis);
 }
 
 bool is_shared_over(const at::Tensor& parameter, const std::string& axis) {

@@ -104,9 +104,7 @@ void sum_by_place(const std::vector<comm::Group>& groups, const std::vector<Term
 
 /// The ranks that share out what is updated for the parameter, as whoever wraps it says.
 std::optional<comm::Group> shard_group(const at::Tensor& updated) {
-  const at::Tensor parameter = updated_for(updated);
-  const auto* const dispatcher = parameter.defined() ? GradientDispatcher::find(parameter) : nullptr;
-  const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+  const GradientSynchronizer* const owner = owner_of(updated);
   return owner == nullptr ? std::nullopt : std::optional(owner->norm_group());
 }
 
@@ -170,10 +168,8 @@ void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& upda
       // What all ranks hold lies in buffers of its own where parts are uneven (flat_key), and sharding cuts those alike.
       auto& terms = sharing.even || sharing.sets == 1 ? aligned : placed;
       terms.push_back({parameter.tensor, std::move(sharing)});
+      note_terms_summed(parameter.tensor);
     }
-  }
-  for (const std::vector<Term>* terms : {&aligned, &placed}) {
-    for (const Term& term : *terms) note_terms_summed(term.parameter);
   }
   const at::NoGradGuard no_grad;
   const comm::CallSite site(kSite);
@@ -190,13 +186,11 @@ void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& upda
 
 void require_terms_summed(const std::string& caller, const std::vector<NamedParameter>& updated) {
   for (const auto& [name, tensor, aliases] : updated) {
-    if (!tensor.grad().defined() || are_terms_summed(tensor)) continue;
-    for (const Sharing& sharing : sharings_of(tensor)) {
-      require(
-          !sharing.is_term || sharing.holders == 1, caller, ": each rank of '", sharing.axis, "' has a term of the gradient of '", name,
-          "', and they were never summed, so ranks would drift apart: behind the backward pass call nn::sum_terms(parallel->group(), wrapper.updated()), or, "
-          "without a wrapper, of nn::unique_parameters(*model): docs/2d.md");
-    }
+    if (!tensor.grad().defined()) continue;
+    const auto axis = axis_of_unsummed_term(tensor);
+    require(!axis, caller, ": each rank of '", axis.value_or(""), "' has a term of the gradient of '", name,
+            "', and they were never summed, so ranks would drift apart: behind the backward pass call nn::sum_terms(parallel->group(), wrapper.updated()), or, "
+            "without a wrapper, of nn::unique_parameters(*model): docs/2d.md");
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -72,7 +73,8 @@ void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& upda
 /// Throws ConfigError, by name, where a gradient is one term of a sum over ranks, and sum_terms has never been called for its parameter.
 void require_terms_summed(const std::string& caller, const std::vector<NamedParameter>& updated);
 void note_terms_summed(const at::Tensor& updated);
-bool are_terms_summed(const at::Tensor& updated);
+/// Of a parameter, or of what is updated in its place, of whose gradient ranks have terms that sum_terms has never summed: their group's name.
+std::optional<std::string> axis_of_unsummed_term(const at::Tensor& updated);
 
 /// Sums, in place, the gradients of all of `parameters`, of which every rank of `group` holds a term. One all-reduce a dtype, and as many bytes for the while.
 void sum_gradients(const comm::Group& group, const std::vector<NamedParameter>& parameters);

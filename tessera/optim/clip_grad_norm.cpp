@@ -115,9 +115,10 @@ at::Tensor clip(const std::vector<optim::NormGroup>& groups, double max_norm) {
 }  // namespace
 
 at::Tensor clip_grad_norm(const GradientSynchronizer& synchronizer, double max_norm) {
-  refuse_part_of_a_model(synchronizer.updated());
+  auto parameters = synchronizer.updated();
+  refuse_part_of_a_model(parameters);
   std::vector<optim::NormGroup> groups;
-  add_norm_groups(synchronizer, synchronizer.updated(), groups);
+  add_norm_groups(synchronizer, std::move(parameters), groups);
   return clip(groups, max_norm);
 }
 
@@ -127,8 +128,7 @@ std::vector<optim::NormGroup> optim::norm_groups(const torch::nn::Module& model)
   std::vector<nn::NamedParameter> alone;
   for (auto& parameter : nn::unique_parameters(model)) {
     if (!parameter.tensor.is_floating_point() && !parameter.tensor.is_complex()) continue;
-    const auto* const dispatcher = nn::GradientDispatcher::find(parameter.tensor);
-    const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+    const GradientSynchronizer* const owner = nn::owner_of(parameter.tensor);
     if (owner == nullptr) {
       alone.push_back(std::move(parameter));
     } else if (wrapped[owner]++ == 0) {
@@ -137,7 +137,7 @@ std::vector<optim::NormGroup> optim::norm_groups(const torch::nn::Module& model)
   }
   std::vector<optim::NormGroup> groups;
   for (const GradientSynchronizer* wrapper : wrappers) {
-    const size_t with_gradients = add_norm_groups(*wrapper, nn::GradientDispatcher::owned(*wrapper), groups);
+    const size_t with_gradients = add_norm_groups(*wrapper, nn::owned_by(*wrapper), groups);
     require(wrapped[wrapper] == with_gradients, "clip_grad_norm: '", model.name(), "' has ", wrapped[wrapper], " of the ", with_gradients,
             " parameters of a wrapped module; clip the wrapper, or the module that it wraps");
   }

@@ -84,12 +84,11 @@ std::vector<nn::NamedParameter> updated_of(const torch::nn::Module& root) {
   std::vector<nn::NamedParameter> updated;
   std::set<const GradientSynchronizer*> seen;
   for (auto& parameter : nn::unique_parameters(root)) {
-    const auto* const dispatcher = nn::GradientDispatcher::find(parameter.tensor);
-    const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+    const GradientSynchronizer* const owner = nn::owner_of(parameter.tensor);
     if (owner == nullptr) {
       updated.push_back(std::move(parameter));
     } else if (seen.insert(owner).second) {
-      const auto theirs = owner->updated();
+      const auto theirs = nn::owned_by(*owner);
       updated.insert(updated.end(), theirs.begin(), theirs.end());
     }
   }

@@ -28,31 +28,17 @@ double optimizer_bytes(const OptimConfig& optim) {
   return optim.name != "adam8bit" && optim.state_dtype == "bf16" ? found->second / 2 : found->second;
 }
 
-/// Of an element: its code, and its share of a block's scale.
-double quantized_bytes(const QuantizeConfig& quantize) {
-  return (quantize.format == "int8" ? 1 : 0.5) + (quantize.double_scales ? 1.0 : 4.0) / static_cast<double>(quantize.block);
-}
-
 }  // namespace
 
 Estimator::Estimator(const Config& config, int world, const Machine& machine) : config_(config), world_(world), machine_(machine) {
   active_ = static_cast<double>(num_active_parameters(config.model));
   const auto model = on_meta([&] { return make_model(config.model); });
   const Attachment adapters = add_adapters(config, *model);
-  const auto count = [&] {
-    double elements = 0;
-    trained_ = {}, frozen_ = {};
-    for (const auto& parameter : nn::unique_parameters(*model)) {
-      Elements& kind = config.lora.modules.empty() || parameter.tensor.requires_grad() ? trained_ : frozen_;
-      const auto numel = static_cast<double>(parameter.tensor.numel());
-      (parameter.name.find(".experts.") == std::string::npos ? kind.dense : kind.experts) += numel;
-      elements += numel;
-    }
-    return elements;
-  };
-  const double before = count();
-  quantize_frozen(config, *model, at::kMeta);
-  quantized_ = (before - count()) * quantized_bytes(config.quantize);
+  quantized_ = static_cast<double>(quantize_frozen(config, *model, at::kMeta).bytes);
+  for (const auto& parameter : nn::unique_parameters(*model)) {
+    Elements& kind = config.lora.modules.empty() || parameter.tensor.requires_grad() ? trained_ : frozen_;
+    (parameter.name.find(".experts.") == std::string::npos ? kind.dense : kind.experts) += static_cast<double>(parameter.tensor.numel());
+  }
 }
 
 Estimate Estimator::operator()(const LayoutChoice& c) const {

@@ -57,7 +57,7 @@ class Search {
     look_at(all, kShareOfFirst);
     climb();
     found_.exhausted = are_known(all);
-    if (options_.on_the_host && (best() == nullptr || !best()->fits)) {
+    if (options_.on_the_host && (found_.complete || found_.exhausted) && (best() == nullptr || !best()->fits)) {
       const auto on_the_host = candidates(/*host_optimizer=*/true);
       if (found_.complete) put_optimizers_on_the_host(on_the_host);
       found_.exhausted = found_.exhausted && are_known(on_the_host);

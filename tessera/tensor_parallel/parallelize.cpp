@@ -90,15 +90,13 @@ class KnownParts final : public nn::Interceptor {
 
   void look_after_term(Part& part, const at::Tensor& parameter) const {
     if (parameter.is_meta() || !parameter.is_leaf() || !parameter.requires_grad()) return;
-    const auto sharings = nn::sharings_of(parameter);
-    const bool is_term = std::ranges::any_of(sharings, [](const nn::Sharing& sharing) { return sharing.is_term && sharing.holders > 1; });
-    auto& dispatcher = nn::GradientDispatcher::of(parameter);
-    const bool is_sharded = dispatcher.owner() != nullptr && !dispatcher.owner()->held_elements(0).empty();
-    part.is_looked_after = !is_term || is_sharded || nn::are_terms_summed(parameter);
+    const GradientSynchronizer* const owner = nn::owner_of(parameter);
+    const bool is_sharded = owner != nullptr && !owner->held_elements(0).empty();
+    part.is_looked_after = is_sharded || !nn::axis_of_unsummed_term(parameter);
     if (part.is_looked_after) return part.listening.detach();
     if (!part.at_gradient) {
       part.at_gradient = std::make_shared<at::Tensor>();
-      part.listening = dispatcher.listen([sum = part.at_gradient](const at::Tensor& own) { *sum = sum_of(own); });
+      part.listening = nn::GradientDispatcher::of(parameter).listen([sum = part.at_gradient](const at::Tensor& own) { *sum = sum_of(own); });
     }
     require(
         !part.at_gradient->defined() || part.at_gradient->equal(sum_of(parameter)), "parallelize_module: '", part.name, "' was updated, each rank of '", axis_,
@@ -428,10 +426,13 @@ class Builder {
 /// What one plan has said of all parameters (whole on all ranks, or a term) another would not change, and layers of both would convert twice.
 void require_first_plan(const torch::nn::Module& root, const comm::Group& group) {
   if (group.size() == 1) return;
+  const auto check = [&](bool is_first, const std::string& name) {
+    require(is_first, "parallelize_module: '", name, "' is cut over ", group.name(),
+            " by an earlier call, which has said of every parameter who holds it; give one plan for the whole model");
+  };
   for (const auto& parameter : nn::unique_parameters(root)) {
     for (const nn::Dealt& dealt : nn::dealt_of(parameter.tensor)) {
-      require(dealt.by != kName || dealt.group.name() != group.name(), "parallelize_module: '", parameter.name, "' is cut over ", group.name(),
-              " by an earlier call, which has said of every parameter who holds it; give one plan for the whole model");
+      check(dealt.by != kName || dealt.group.name() != group.name(), parameter.name);
     }
   }
   root.apply([&](const std::string& path, const torch::nn::Module& module) {
@@ -439,16 +440,16 @@ void require_first_plan(const torch::nn::Module& root, const comm::Group& group)
     if (ours == nullptr || ours->chain() == nullptr) return;
     for (const auto& interceptor : *ours->chain()) {
       const auto* const known = dynamic_cast<const KnownParts*>(interceptor.get());
-      require(known == nullptr || known->axis() != group.name(), "parallelize_module: '", path, "' is cut over ", group.name(),
-              " by an earlier call, which has said of every parameter who holds it; give one plan for the whole model");
+      check(known == nullptr || known->axis() != group.name(), path);
     }
   });
 }
 
 /// What is cut would add to a gradient of the whole, and what is summed over ranks to one that all of them have.
-void refuse_gradients(const char* caller, const torch::nn::Module& module) {
+void refuse_gradients(const torch::nn::Module& module, const comm::Group& group) {
+  if (group.size() == 1) return;
   for (const auto& parameter : nn::unique_parameters(module)) {
-    require(!parameter.tensor.grad().defined(), caller, ": '", parameter.name,
+    require(!parameter.tensor.grad().defined(), "parallelize_module: '", parameter.name,
             "' has a gradient of an earlier pass, which is of the whole; call zero_grad() before");
   }
 }
@@ -467,7 +468,7 @@ std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const Paral
   nn::assign_paths(module);
   nn::check_no_bypass(module);
   require_first_plan(module, context->group);
-  if (context->group.size() > 1) refuse_gradients(kName, module);
+  refuse_gradients(module, context->group);
   equalize(module, context->group, options.replicas);
   Builder builder(std::move(context), plan, options);
   for (const auto& [pattern, style] : plan) {

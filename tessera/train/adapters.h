@@ -11,6 +11,7 @@
 #include "tessera/config/config.h"
 #include "tessera/core/attachment.h"
 #include "tessera/models/model.h"
+#include "tessera/quantize/quantize.h"
 
 namespace tessera {
 
@@ -30,7 +31,7 @@ void load_starting_weights(const Config& config, const torch::nn::Module& root);
 /// Keeps the weights that [quantize] names, of what is held here of a model on meta, in fewer bits on `device`, each made anew from where it comes from: the
 /// checkpoint, where `saved` is one that has it, else model.from_hf, else the seed. Comes when layers are cut and before anything is sharded. Throws
 /// ConfigError.
-void quantize_frozen(const Config& config, torch::nn::Module& root, at::Device device, const SavedWeights& saved = {});
+quantize::Report quantize_frozen(const Config& config, torch::nn::Module& root, at::Device device, const SavedWeights& saved = {});
 
 /// What tells the files that these weights come from apart from others, for a checkpoint, which does not hold them ("quantize.from" of its agreement); empty
 /// where they come from the seed, or there are none.

@@ -64,17 +64,14 @@ void require_terms_summed(const Synchronizers& synchronizers) {
 }
 
 void add_owner(Synchronizers& synchronizers, const at::Tensor& updated) {
-  const at::Tensor parameter = nn::updated_for(updated);
-  const auto* const dispatcher = parameter.defined() ? nn::GradientDispatcher::find(parameter) : nullptr;
-  GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+  GradientSynchronizer* const owner = nn::owner_of(updated);
   if (owner != nullptr && std::ranges::find(synchronizers, owner) == synchronizers.end()) synchronizers.push_back(owner);
 }
 
 Synchronizers synchronizers_of(const torch::nn::Module& model) {
   Synchronizers found;
   for (const auto& [name, tensor, aliases] : nn::unique_parameters(model)) {
-    const auto* const dispatcher = nn::GradientDispatcher::find(tensor);
-    GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+    GradientSynchronizer* const owner = nn::owner_of(tensor);
     require(owner != nullptr || !(tensor.is_floating_point() || tensor.is_complex()), "zero_optimizer: '", name,
             "' is in no wrapper; wrap all of the model before (ShardedDataParallel), or give the wrapper in place of the model");
     add_owner(found, tensor);

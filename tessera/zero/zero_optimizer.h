@@ -129,7 +129,7 @@ template <class Make>
 auto make_zero_optimizer(Synchronizers synchronizers, Make make) {
   std::vector<nn::NamedParameter> updated;
   for (auto* synchronizer : synchronizers) {  // of what is in several wrappers, the newest one's
-    auto theirs = synchronizers.size() == 1 ? synchronizer->updated() : nn::GradientDispatcher::owned(*synchronizer);
+    auto theirs = synchronizers.size() == 1 ? synchronizer->updated() : nn::owned_by(*synchronizer);
     for (auto& parameter : theirs) updated.push_back(std::move(parameter));
   }
   const auto wrapped = [&](auto inner) {

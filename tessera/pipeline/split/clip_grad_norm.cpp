@@ -27,8 +27,8 @@ std::vector<optim::NormGroup> counted_here(std::vector<optim::NormGroup> groups,
     const at::Tensor* const copy = parameters.find(shared.name);
     const std::vector<int> holders = holders_of(shared, schedule);
     if (copy == nullptr || holders.size() < 2) continue;
-    const auto* const dispatcher = nn::GradientDispatcher::find(*copy);
-    const bool whole = dispatcher == nullptr || dispatcher->owner() == nullptr || dispatcher->owner()->norm_group().size() == 1;  // of parts nothing is noted
+    const GradientSynchronizer* const owner = nn::owner_of(*copy);
+    const bool whole = owner == nullptr || owner->norm_group().size() == 1;  // of parts nothing is noted
     require(!whole || !copy->requires_grad() || !copy->grad().defined() || model.summed().of(shared.name, *copy) == SummedGradients::State::Summed,
             "clip_grad_norm: '", shared.name, "' is one parameter that stages on several ranks hold, and this rank's gradient is a term of its sum: call ",
             "sum_shared_gradients behind the executor's run, before clipping and the update, or the copies drift apart");

@@ -33,8 +33,7 @@ enum CopyState : int64_t { HasGradient = 1, Trained = 2, Held = 4, Summed = 8, A
 
 /// What an optimizer updates in the parameter's place: itself, or this rank's part of it.
 at::Tensor updated_in_place_of(const at::Tensor& parameter) {
-  const auto* const dispatcher = nn::GradientDispatcher::find(parameter);
-  const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+  const GradientSynchronizer* const owner = nn::owner_of(parameter);
   if (owner == nullptr) return parameter;
   for (const auto& updated : owner->updated()) {
     if (nn::updated_for(updated.tensor).is_same(parameter)) return updated.tensor;

@@ -116,10 +116,7 @@ struct SplitModel::State {
   }
 
   bool is_wrapped() const {
-    return std::ranges::any_of(root->parameters(), [](const at::Tensor& parameter) {
-      const auto* const dispatcher = nn::GradientDispatcher::find(parameter);
-      return dispatcher != nullptr && dispatcher->owner() != nullptr;
-    });
+    return std::ranges::any_of(root->parameters(), [](const at::Tensor& parameter) { return nn::owner_of(parameter) != nullptr; });
   }
 
   std::shared_ptr<const tape::Recording> record(const std::vector<at::Tensor>& inputs) const {
