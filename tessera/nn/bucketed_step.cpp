@@ -65,8 +65,19 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
     refuse_renormalized();
     for (const nn::NamedParameter& parameter : parameters_) left_.push_back(parameter.tensor.grad());
     listen();
-  } else if (options_.relay) {
-    relay_alone();
+    return;
+  }
+  hold_alone();
+  if (options_.relay) relay_alone();
+}
+
+/// Gradients that meet no other rank's have no bucket: reduce_dtype is what micro-batches are added up in on one rank, too.
+void BucketedStep::hold_alone() {
+  for (const auto& [name, tensor, aliases] : parameters_) {
+    const at::ScalarType dtype = summed_dtype(tensor, options_.reduce_dtype);
+    if (dtype == tensor.scalar_type() || !tensor.is_leaf()) continue;
+    hooks_.add(Attachment([tensor, before = tensor.grad_dtype()] { tensor.set_grad_dtype(before); }));
+    tensor.set_grad_dtype(dtype);
   }
 }
 

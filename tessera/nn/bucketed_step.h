@@ -148,6 +148,7 @@ class BucketedStep {
   void refuse_left_gradients();
   bool synchronizes(size_t i) const;
   void listen();
+  void hold_alone();
   void relay_alone();
   void open(bool plain);
   void begin_round();

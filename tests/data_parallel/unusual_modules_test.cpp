@@ -319,6 +319,24 @@ TEST(Ddp, ReduceDtypeHoldsGradientsOfHalfPrecisionInFull) {
   });
 }
 
+TEST(Ddp, ReduceDtypeHoldsAlsoWhereOneRankIsTheGroup) {
+  Mixed mixed;
+  const auto backward_of = [&](double x) { mixed.forward(at::full({4}, x)).backward(); };
+  run_ranks(1, [&](World& world) {
+    DistributedDataParallel ddp(mixed, world.group(), {.reduce_dtype = at::kFloat});
+    {
+      const Attachment accumulating = ddp.no_sync();
+      backward_of(256);
+    }
+    backward_of(1);
+    EXPECT_EQ(mixed.half.grad().scalar_type(), at::kFloat);
+    EXPECT_TRUE(at::equal(mixed.half.grad(), at::full({4}, 257.0)));  // no bf16
+  });
+  mixed.zero_grad();
+  backward_of(1);
+  EXPECT_EQ(mixed.half.grad().scalar_type(), at::kBFloat16);
+}
+
 TEST(Ddp, KeepsTheStridesOfItsParameters) {
   run_ranks(2, [&](World& world) {
     torch::nn::Module module;

@@ -138,16 +138,17 @@ TEST(Zero, UnusualParametersKeepTheirValuesAndGetTheirGradients) {
 }
 
 TEST(Zero, ReduceDtypeHoldsGradientsInIt) {
-  run_ranks(2, [&](World& world) {
-    Odd odd;
-    ShardedDataParallel zero(odd, {.shard = world.group()}, {.stage = 2, .find_unused_parameters = true, .reduce_dtype = at::kDouble});
-    zero.begin_step();
-    odd.forward(true).backward();
-    zero.finish();
-    for (const auto& shard : zero.shards()) {
-      if (shard.tensor.grad().defined()) EXPECT_EQ(shard.tensor.grad().scalar_type(), at::kDouble) << shard.name;
-    }
-  });
+  for (const int ranks : {1, 2})
+    run_ranks(ranks, [&](World& world) {
+      Odd odd;
+      ShardedDataParallel zero(odd, {.shard = world.group()}, {.stage = 2, .find_unused_parameters = true, .reduce_dtype = at::kDouble});
+      zero.begin_step();
+      odd.forward(true).backward();
+      zero.finish();
+      for (const auto& shard : zero.shards()) {
+        if (shard.tensor.grad().defined()) EXPECT_EQ(shard.tensor.grad().scalar_type(), at::kDouble) << shard.name;
+      }
+    });
 }
 
 TEST(Zero, UnusedParametersAreRefusedByNameAndRankAndNobodyHangs) {
