@@ -137,9 +137,9 @@ class RandomLayoutPlans : public testing_support::TrainFixture {
   }
 };
 
-TEST_F(RandomLayoutPlans, WhateverTrainsHasAPlan) { run_seeds(0, 12, /*compared=*/false); }
+TEST_F(RandomLayoutPlans, WhateverTrainsHasAPlan) { run_seeds(0, 6, /*compared=*/false); }
 
-TEST_F(RandomLayoutPlans, PeaksAreThoseOfTheRun) { run_seeds(12, 32, /*compared=*/true); }
+TEST_F(RandomLayoutPlans, PeaksAreThoseOfTheRun) { run_seeds(12, 24, /*compared=*/true); }
 
 TEST_F(RandomLayoutPlans, DISABLED_Many) {
   const auto [begin, end] = testing_support::seeds_asked(12, 1000);

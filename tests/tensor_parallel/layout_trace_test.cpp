@@ -11,7 +11,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using namespace testing_support;
 
-std::string refusal(const ParallelPlan& plan, bool labels = true) {
+std::string refusal_of_plan(const ParallelPlan& plan, bool labels = true) {
   TokenNet net = on_meta([] { return TokenNet(); });
   const auto tokens = at::empty({2, 8}, at::TensorOptions().dtype(at::kLong).device(at::kMeta));
   try {
@@ -35,28 +35,28 @@ ParallelPlan with(ParallelPlan plan, const std::string& pattern, ParallelStyle s
 
 TEST(LayoutTrace, PlansThatMeetPass) {
   for (const bool sequence : {false, true}) {
-    for (const bool labels : {false, true}) EXPECT_EQ(refusal(token_net_plan(sequence), labels), "");
+    for (const bool labels : {false, true}) EXPECT_EQ(refusal_of_plan(token_net_plan(sequence), labels), "");
   }
   // A layer that is gathered alone, between replicated ones.
-  EXPECT_EQ(refusal({{"gated0.w1", ColumnParallel{.output = TensorLayout::Replicated}}}), "");
+  EXPECT_EQ(refusal_of_plan({{"gated0.w1", ColumnParallel{.output = TensorLayout::Replicated}}}), "");
 }
 
 TEST(LayoutTrace, LayoutsThatDoNotMeetAreRefused) {
-  EXPECT_THAT(refusal(with(token_net_plan(false), "gated*.w2", RowParallel{.input = TensorLayout::Replicated})),
+  EXPECT_THAT(refusal_of_plan(with(token_net_plan(false), "gated*.w2", RowParallel{.input = TensorLayout::Replicated})),
               HasSubstr("'gated0.w2' takes what is replicated, and gets what is sharded on features from 'gated0.w1'"));
-  EXPECT_THAT(refusal(without(token_net_plan(false), "gated*")), HasSubstr("'gated0.w1' takes what is copied, and gets what is replicated"));
-  EXPECT_THAT(refusal(with(token_net_plan(true), "head", VocabParallelHead{})),
+  EXPECT_THAT(refusal_of_plan(without(token_net_plan(false), "gated*")), HasSubstr("'gated0.w1' takes what is copied, and gets what is replicated"));
+  EXPECT_THAT(refusal_of_plan(with(token_net_plan(true), "head", VocabParallelHead{})),
               HasSubstr("'head' takes what is replicated, and gets what is sharded on sequence"));
 }
 
 TEST(LayoutTrace, WhatMeaningForbidsIsRefused) {
   // Half of a gated layer is cut and the other is not.
-  EXPECT_THAT(refusal(without(token_net_plan(false), "gated*.w3")), HasSubstr("give the layer a style"));
+  EXPECT_THAT(refusal_of_plan(without(token_net_plan(false), "gated*.w3")), HasSubstr("give the layer a style"));
   // A part of the features goes into the residual stream, and into a product.
-  EXPECT_THAT(refusal({{"gated1.w2", ColumnParallel{}}}), HasSubstr("the mask of a part is known along the sequence alone"));
-  EXPECT_THAT(refusal({{"gated1.w1", ColumnParallel{}}, {"gated1.w3", ColumnParallel{}}}), HasSubstr("it needs all features"));
+  EXPECT_THAT(refusal_of_plan({{"gated1.w2", ColumnParallel{}}}), HasSubstr("the mask of a part is known along the sequence alone"));
+  EXPECT_THAT(refusal_of_plan({{"gated1.w1", ColumnParallel{}}, {"gated1.w3", ColumnParallel{}}}), HasSubstr("it needs all features"));
   // A norm on a part of the sequence, whose gradient nobody sums.
-  EXPECT_THAT(refusal(without(token_net_plan(true), "norm*")), HasSubstr("give the module the style SequenceParallel"));
+  EXPECT_THAT(refusal_of_plan(without(token_net_plan(true), "norm*")), HasSubstr("give the module the style SequenceParallel"));
 }
 
 /// Something of its own between two layers: on one device nothing of it is special.
@@ -268,12 +268,12 @@ TEST(LayoutTrace, AStatementIsHeldAgainstWhatThePassGives) {
   for (const bool sequence : {false, true}) {
     const TensorLayout stream = sequence ? TensorLayout::Sequence : TensorLayout::Replicated,
                        other = sequence ? TensorLayout::Replicated : TensorLayout::Sequence;
-    EXPECT_EQ(refusal(with(token_net_plan(sequence), "gated*", PrepareInput{.from = stream, .to = TensorLayout::Copied})), "");
+    EXPECT_EQ(refusal_of_plan(with(token_net_plan(sequence), "gated*", PrepareInput{.from = stream, .to = TensorLayout::Copied})), "");
     ParallelPlan plan = token_net_plan(sequence);
     plan.emplace_back("gated*", Gives{.layout = stream});
-    EXPECT_EQ(refusal(plan), "");
+    EXPECT_EQ(refusal_of_plan(plan), "");
     plan.back().second = Gives{.layout = other};
-    EXPECT_THAT(refusal(plan), AllOf(HasSubstr("the plan says that 'gated0' gives what is "), HasSubstr("correct its Gives")));
+    EXPECT_THAT(refusal_of_plan(plan), AllOf(HasSubstr("the plan says that 'gated0' gives what is "), HasSubstr("correct its Gives")));
   }
 }
 

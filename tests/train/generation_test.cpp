@@ -71,7 +71,7 @@ class Reading : public testing_support::TrainFixture {
       };
       const SampleOptions drawn{.temperature = 1.5, .top_k = 40, .top_p = 0.99, .seed = 5};
       all[static_cast<size_t>(world.rank())] = {write({"the"}, {.temperature = 0}), write({"the", "a", "the thethe the thethe", "abc"}, drawn, 'g'),
-                                                evaluate(engine, text, model.config.data.seq_len, 7, mesh[roles.batch]).loss};
+                                                evaluate(engine, text, model.config.data.seq_len, 77, mesh[roles.batch]).loss};
     };
     comm::run_ranks(ranks, body, {.decorators = decorators_, .backend = backend});
     for (const Read& other : all) {

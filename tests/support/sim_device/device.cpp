@@ -25,7 +25,8 @@ namespace {
 int devices = 0;
 thread_local int device_now = 0;
 thread_local std::array<int64_t, kMaxDevices> current_ids{};
-std::atomic<int64_t> next_in_pool{0}, next_new{1000};
+constexpr int64_t kFirstNew = 1000;
+std::atomic<int64_t> next_in_pool{0}, next_new{kFirstNew};
 
 c10::Device at_index(int index) { return {sim_type(), static_cast<c10::DeviceIndex>(index)}; }
 int index_of(c10::Device device) { return device.has_index() ? device.index() : device_now; }
@@ -174,6 +175,8 @@ void wait_for_device(int device, const char* why) {
   HappensBefore::get().host_waits_device(device);
   after_host_sync();
 }
+
+void reuse_streams() { next_new = kFirstNew; }
 
 c10::Stream current_stream(int device) { return c10::Stream(c10::Stream::UNSAFE, at_index(device), current_ids[static_cast<size_t>(device)]); }
 int stream_number(const c10::Stream& stream) { return HappensBefore::get().stream(stream.device_index(), stream.id()); }

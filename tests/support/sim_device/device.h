@@ -27,6 +27,9 @@ int device_count();  ///< 0: not installed
 /// The host waits for all that the device was asked for; counts as a synchronisation by `why`.
 void wait_for_device(int device, const char* why);
 
+/// New streams are those of before again, so that clocks do not grow from test to test: for a moment when the host knows all work to be done.
+void reuse_streams();
+
 c10::Stream current_stream(int device);
 /// In HappensBefore.
 int stream_number(const c10::Stream& stream);

@@ -29,7 +29,8 @@ void Clock::join(const Clock& other) {
 }
 
 void Clock::join_order(const Clock& other) {
-  for (size_t stream = 0; stream < other.at_.size(); ++stream) raise(stream, other.at_[stream]);
+  if (at_.size() < other.at_.size()) at_.resize(other.at_.size(), 0);
+  for (size_t stream = 0; stream < other.at_.size(); ++stream) at_[stream] = std::max(at_[stream], other.at_[stream]);
 }
 
 Takes::Takes(double seconds) : before_(std::exchange(takes, seconds)) {}
@@ -42,12 +43,9 @@ HappensBefore& HappensBefore::get() {
 
 int HappensBefore::stream(int device, int64_t id) {
   const std::lock_guard lock(mutex_);
-  const auto found = std::find_if(streams_.begin(), streams_.end(), [&](const Stream& s) { return s.device == device && s.id == id; });
-  if (found == streams_.end()) {
-    streams_.push_back({.device = device, .id = id, .clock = {}, .left_in_use = {}});
-    return static_cast<int>(streams_.size() - 1);
-  }
-  return static_cast<int>(found - streams_.begin());
+  const auto [found, is_new] = numbers_.emplace(std::pair(device, id), static_cast<int>(streams_.size()));
+  if (is_new) streams_.push_back({.device = device, .id = id});
+  return found->second;
 }
 
 std::string HappensBefore::name(int stream) {
@@ -60,7 +58,7 @@ uint64_t HappensBefore::launch(int stream) {
   const std::lock_guard lock(mutex_);
   const auto s = static_cast<size_t>(stream);
   auto& clock = streams_[s].clock;
-  clock.join_order(host_);
+  if (std::exchange(streams_[s].host_waits, host_waits_) != host_waits_) clock.join_order(host_);
   clock.raise(s, clock[s] + 1);
   clock.take(takes);
   return clock[s];
@@ -128,12 +126,14 @@ void HappensBefore::host_waits(const Clock& clock) {
   const std::lock_guard lock(mutex_);
   if (host_.knows(clock)) return;
   ++host_syncs_[sync_reason];
+  ++host_waits_;
   host_.join(clock);
 }
 
 void HappensBefore::host_waits_device(int device) {
   const std::lock_guard lock(mutex_);
   ++host_syncs_[sync_reason];
+  ++host_waits_;
   for (const auto& stream : streams_) {
     if (stream.device == device) host_.join(stream.clock);
   }
@@ -141,6 +141,7 @@ void HappensBefore::host_waits_device(int device) {
 
 void HappensBefore::host_waits_everything() {
   const std::lock_guard lock(mutex_);
+  ++host_waits_;
   for (auto& stream : streams_) {
     host_.join(stream.clock);
     stream.left_in_use.clear();

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 // What is ordered after what on the simulated device, by vector clocks (Mattern 1988; as a race detector, FastTrack, Flanagan and Freund 2009). Each stream
@@ -118,13 +119,16 @@ class HappensBefore {
   struct Stream {
     int device;
     int64_t id;
-    Clock clock;
-    std::vector<Access> left_in_use;  ///< accesses to memory that was freed to this stream, not ordered before it then
+    Clock clock{};
+    uint64_t host_waits = 0;            ///< of which the clock knows
+    std::vector<Access> left_in_use{};  ///< accesses to memory that was freed to this stream, not ordered before it then
   };
   bool is_ordered(const Access& before, int stream) const;
   std::recursive_mutex mutex_;
   std::vector<Stream> streams_;
+  std::map<std::pair<int, int64_t>, int> numbers_;  ///< by device and id
   Clock host_;
+  uint64_t host_waits_ = 0;
   std::vector<Report> reports_;
   std::map<std::string, int64_t> host_syncs_;
 };

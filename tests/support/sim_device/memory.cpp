@@ -300,6 +300,7 @@ void lift_limits() {
 void forget_test() {
   lift_limits();
   HappensBefore::get().host_waits_everything();
+  reuse_streams();
   after_host_sync();
   HappensBefore::get().take_reports();
   HappensBefore::get().take_host_syncs();
