@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from comparisons import QUICK_SETTINGS, SETTINGS
 
 COMMUNICATION, COMPRESSION, RECOMPUTE, CONTEXT, MIXTURE = "communication", "compression", "recomputation", "context", "mixture"
-OPTIMIZERS, KERNELS, PARTS = "optimizers", "kernels", "parts"
+OPTIMIZERS, KERNELS, OFFLOAD, PARTS = "optimizers", "kernels", "offload", "parts"
 QUICK_S = 180  # what --quick promises
 SETTING_S = 150  # of the full run: a setting takes more turns while this lasts
 TAIL_S = 10  # of it: to end what is under way, and to write results
@@ -19,7 +19,7 @@ class Section:
 
 
 def names() -> list[str]:
-    return [*(s.name for s in SETTINGS), COMMUNICATION, COMPRESSION, RECOMPUTE, CONTEXT, MIXTURE, OPTIMIZERS, KERNELS, PARTS]
+    return [*(s.name for s in SETTINGS), COMMUNICATION, COMPRESSION, RECOMPUTE, CONTEXT, MIXTURE, OPTIMIZERS, KERNELS, OFFLOAD, PARTS]
 
 
 def choose(only: str | None, quick: bool, parts: bool = True) -> list[Section]:
@@ -29,7 +29,7 @@ def choose(only: str | None, quick: bool, parts: bool = True) -> list[Section]:
     sections = [Section(s.name, "setting", s) for s in settings]
     sections.append(Section(COMMUNICATION, COMMUNICATION))
     if not quick or only:
-        sections += [Section(kind, kind) for kind in (COMPRESSION, RECOMPUTE, CONTEXT, MIXTURE, OPTIMIZERS, KERNELS)]
+        sections += [Section(kind, kind) for kind in (COMPRESSION, RECOMPUTE, CONTEXT, MIXTURE, OPTIMIZERS, KERNELS, OFFLOAD)]
         sections += [Section(PARTS, PARTS)] if parts else []
     return [section for section in sections if not only or only in section.name]
 

@@ -24,6 +24,7 @@ import compression
 import context
 import kernels
 import mixture
+import offload
 import optimizers
 import plan
 import recompute
@@ -208,8 +209,9 @@ def run_section(section: plan.Section, options, results: Results, clock: Clock, 
     elif section.kind == plan.CONTEXT:
         markdown, missed = context.measure(options.binary, clock)
         results.add(section.name, markdown, missed=missed)
-    elif section.kind == plan.MIXTURE:
-        markdown, missed = mixture.measure(options.binary, out / "mixture", clock)
+    elif section.kind in (plan.MIXTURE, plan.OFFLOAD):
+        measure_of = mixture.measure if section.kind == plan.MIXTURE else offload.measure
+        markdown, missed = measure_of(options.binary, out / section.name, clock)
         results.add(section.name, markdown, missed=missed)
     elif section.kind in (plan.OPTIMIZERS, plan.KERNELS):
         measure_of = optimizers.measure if section.kind == plan.OPTIMIZERS else kernels.measure
