@@ -154,6 +154,9 @@ def main() -> None:
     parser.add_argument("--binary", type=Path, default=ROOT / "build" / "release" / "bin" / "tessera")
     parser.add_argument("--draw", type=Path, required=True, metavar="FILE.svg")
     options = parser.parse_args()
+    from run import write_text
+
+    write_text(ROOT / "build" / "bench" / "text.txt")
     found = measure_batches(options.binary, ROOT / "build" / "bench" / "offload", Clock())
     print(batches_table(found))
     draw(found, options.draw)
