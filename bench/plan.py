@@ -23,15 +23,19 @@ def names() -> list[str]:
 
 
 def choose(only: str | None, quick: bool, parts: bool = True) -> list[Section]:
-    """In the order in which they run: what is compared first, the rooms' own parts, which take minutes, last. `only`: those whose name contains it, whether
-    --quick has them or not."""
+    """In the order in which they run: what is compared first, the rooms' own parts, which take minutes, last. `only`: those that are named, with commas between
+    them, by their whole name or by what it contains, whether --quick has them or not."""
     settings = SETTINGS if only and not quick else QUICK_SETTINGS if quick else SETTINGS
     sections = [Section(s.name, "setting", s) for s in settings]
     sections.append(Section(COMMUNICATION, COMMUNICATION))
     if not quick or only:
         sections += [Section(kind, kind) for kind in (COMPRESSION, RECOMPUTE, CONTEXT, MIXTURE, OPTIMIZERS, KERNELS, OFFLOAD)]
         sections += [Section(PARTS, PARTS)] if parts else []
-    return [section for section in sections if not only or only in section.name]
+    if not only:
+        return sections
+    wanted = [part.strip() for part in only.split(",")]
+    whole = {section.name for section in sections} & set(wanted)
+    return [section for section in sections if section.name in whole or any(part in section.name for part in wanted if part not in whole)]
 
 
 def share_of(left_s: float, sections_left: int) -> float:

@@ -233,7 +233,7 @@ def main() -> int:
     parser.add_argument("--binary", type=Path, default=ROOT / "build" / "release" / "bin" / "tessera")
     parser.add_argument("--quick", action="store_true", help="at most 3 minutes: the smaller settings and all-reduce, as many turns as there is time for")
     parser.add_argument("--against", type=Path, metavar="BINARY", help="another build of tessera, in place of peers")
-    parser.add_argument("--only", help="sections whose name contains this, and nothing else")
+    parser.add_argument("--only", help="sections by their name, or by what it contains, with commas between them; and nothing else")
     parser.add_argument("--list", action="store_true", help="print the sections that would run, and end")
     parser.add_argument("--no-parts", action="store_true", help="leave out the rooms' own benchmarks")
     parser.add_argument("--publish", action="store_true", help="put the tables into docs/benchmarks.md")

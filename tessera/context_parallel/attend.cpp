@@ -7,6 +7,7 @@
 #include "tessera/context_parallel/context.h"
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/once_differentiable.h"
+#include "tessera/nn/tiled_attention.h"
 
 namespace tessera::context {
 
@@ -36,8 +37,7 @@ struct Attended : AutogradFunction<Attended> {
       const at::NoGradGuard no_grad;
       return kept->method->backward(grads[0], saved[0], saved[1], saved[2], {.output = saved[3], .kept = saved[4]});
     }();
-    return once_differentiable("attention over mesh.cp", "on one rank, nn::masked_attention has a second derivative", grads,
-                               {gradients.q, gradients.k, gradients.v, at::Tensor()});
+    return once_differentiable("attention over mesh.cp", nn::kAttentionTwice, grads, {gradients.q, gradients.k, gradients.v, at::Tensor()});
   }
 };
 

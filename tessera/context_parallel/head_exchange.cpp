@@ -15,6 +15,7 @@
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
 #include "tessera/core/once_differentiable.h"
+#include "tessera/nn/tiled_attention.h"
 
 // Both ways are made of one list of pieces: what is at one place of columns and at another of heads. One way a piece is cut from heads and put among columns;
 // the other way, which is also the gradient, it is cut from columns and added to heads, since a key-value head may come back from several ranks.
@@ -182,7 +183,7 @@ struct KeptExchange : torch::CustomClassHolder {
   std::string site;
 };
 
-constexpr const char* kWayOut = "on one rank, nn::masked_attention has a second derivative";
+constexpr const char* kWayOut = nn::kAttentionTwice;
 
 struct ToHeads : AutogradFunction<ToHeads> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -94,10 +94,14 @@ struct Model {
     space_prefix = newline_known && newline.size() == 2 && back == " " + probe && !before_newline && !behind_newline;
     plain = newline_known && (space_prefix || (newline.size() == 1 && back == probe));
     cut_at_words = plain && !before_newline && !behind_newline;
-    std::vector<int32_t> halves = ids("a");
-    const std::vector<int32_t> second = ids("\nb");
-    halves.insert(halves.end(), second.begin() + (space_prefix ? 1 : 0), second.end());
-    cut_at_newline = cut_at_words || (!before_newline && (newline_known || newline.empty()) && halves == ids("a\nb"));
+    // Behind a space, too: a model that takes away spaces at the end of what it is given would take those of each line.
+    const auto comes_apart = [&](const std::string& line) {
+      std::vector<int32_t> halves = ids(line);
+      const std::vector<int32_t> second = ids("\nb");
+      halves.insert(halves.end(), second.begin() + (space_prefix ? 1 : 0), second.end());
+      return halves == ids(line + "\nb");
+    };
+    cut_at_newline = cut_at_words || (!before_newline && (newline_known || newline.empty()) && comes_apart("a") && comes_apart("a "));
   }
 
   static size_t pair(char first, char second) { return 256 * static_cast<unsigned char>(first) + static_cast<unsigned char>(second); }

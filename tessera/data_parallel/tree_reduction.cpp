@@ -13,6 +13,8 @@
 #include "tessera/core/attachment.h"
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"
@@ -54,7 +56,13 @@ class TreeReduction::Impl {
                    .abandon = [this] { abandon(); },
                    .plain_loop_refusal = several() ? "an engine that tells apart whose micro-batch a gradient is of calls begin_step before" : ""}) {
     const comm::CallSite site("tree.start");
+    nn::assign_paths(module_);
+    nn::drop_apart(module_, group_.rank(), group_.size());
     nn::require_same_parts("TreeReduction", parameters_, {group_});
+    if (group_.size() > 1) {
+      refuse_renormalized("TreeReduction", module_, parameters_);
+      left_ = LeftGradients(parameters_);
+    }
     equalize_replicas(module_, group_, options_.replicas, options_.only);
     if (options_.buffers != BufferBroadcast::Never) broadcast_buffers(module_, group_);
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -63,6 +71,7 @@ class TreeReduction::Impl {
       hooks_.add(dispatcher.listen_arriving([this, i, &dispatcher](const at::Tensor&) {
         if (dispatcher.owner() != &self_) return;
         protocol_.arriving(parameters_[i].name);
+        require(trained_[i], "TreeReduction: '", parameters_[i].name, "' was unfrozen within a step; change requires_grad between steps");
         if (several()) show(i, source_at_hand(i));
       }));
       hooks_.add(dispatcher.listen([this, i](const at::Tensor&) {
@@ -128,6 +137,7 @@ class TreeReduction::Impl {
 
   void open(bool plain) {
     plain_ = plain;
+    if (plain) left_.refuse("TreeReduction", parameters_);
     lay_out();
     carried_.assign(parameters_.size(), {});
     for (size_t i = 0; plain && i < parameters_.size(); ++i) {
@@ -399,6 +409,7 @@ class TreeReduction::Impl {
   TreeReductionOptions options_;
   std::vector<nn::NamedParameter> parameters_;  ///< also those that are frozen
   nn::LateParameters late_;
+  LeftGradients left_;
   std::vector<bool> trained_;              ///< which of them want a gradient in this step
   std::vector<int64_t> offsets_;           ///< of each of these in a flat gradient
   nn::ParameterForms forms_{parameters_};  ///< as the offsets follow from them

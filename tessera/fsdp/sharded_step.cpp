@@ -68,6 +68,7 @@ ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const Fu
       awaited_(units.size()),
       aside_(parameters_.size()),
       zeroed_(parameters_.size()) {
+  if (group_.size() == 1 && replicas_.size() > 1) left_ = LeftGradients(parameters_);  // of several shards the shape tells
   listen(owner);
   follow_requires_grad();
 }
@@ -316,6 +317,7 @@ bool ShardedStep::accumulates() const {
 
 /// What the program has in grad() is a slice; what backward brings is whole. Passes before this one have used what it has not cleared since.
 void ShardedStep::put_aside() {
+  left_.refuse("fully_shard", parameters_);
   give_back_held();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!trained_[i]) continue;

@@ -154,6 +154,7 @@ class ShardedStep {
   std::function<void()> last_call_;
   std::vector<UnitPlace> places_;               ///< of parameters_
   std::vector<nn::NamedParameter> parameters_;  ///< all
+  LeftGradients left_;
   nn::Turn turn_;
   std::vector<bool> trained_;                         ///< of those: since the step began
   std::vector<nn::GradientDispatcher*> dispatchers_;  ///< theirs, where they can have gradients; live as long as the tensors

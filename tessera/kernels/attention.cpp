@@ -41,9 +41,13 @@ at::Tensor wide(const at::Tensor& tensor) { return tensor.to(at::kFloat); }
 /// No query gives nothing, a query without keys zeros. The fused forward divides by how many of its tiles there are.
 bool is_empty(const at::Tensor& q, const at::Tensor& k) { return q.size(1) == 0 || q.size(2) == 0 || k.size(2) == 0; }
 
+/// The kernel takes each token's features for consecutive; the public operator would not choose it for others.
+at::Tensor with_rows(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
 // By name: on meta the public operator decomposes into the unfused form, whose memory is another.
 AttentionOutput cpu_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
-  auto [output, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, /*dropout_p=*/0, causal, /*attn_mask=*/{}, scale);
+  auto [output, log_sum_exp] =
+      at::_scaled_dot_product_flash_attention_for_cpu(with_rows(q), with_rows(k), with_rows(v), /*dropout_p=*/0, causal, /*attn_mask=*/{}, scale);
   return {output, log_sum_exp};
 }
 
@@ -54,8 +58,8 @@ AttentionOutput widened_forward(const at::Tensor& q, const at::Tensor& k, const 
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cpu_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                             const AttentionOutput& forward, bool causal, std::optional<double> scale) {
-  return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad_output, q, k, v, forward.output, forward.log_sum_exp, /*dropout_p=*/0, causal,
-                                                                  /*attn_mask=*/{}, scale);
+  return at::_scaled_dot_product_flash_attention_for_cpu_backward(with_rows(grad_output), with_rows(q), with_rows(k), with_rows(v), forward.output,
+                                                                  forward.log_sum_exp, /*dropout_p=*/0, causal, /*attn_mask=*/{}, scale);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> widened_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

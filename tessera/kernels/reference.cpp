@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "tessera/core/autograd_function.h"
+#include "tessera/core/once_differentiable.h"
 #include "tessera/core/rng.h"
 #include "tessera/kernels/loss_terms.h"
 #include "tessera/kernels/widen.h"
@@ -62,10 +64,19 @@ at::Tensor expected_share(const at::Tensor& x, const at::Tensor& labels, const V
   return (labels.unsqueeze(1) == columns).to(x.scalar_type()) * terms.label + terms.each;
 }
 
+/// The logits, whose gradient has no derivative.
+struct DerivedOnce : AutogradFunction<DerivedOnce> {
+  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& logits) { return logits.alias(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/, const torch::autograd::variable_list& grads) {
+    return once_differentiable("the loss over a vocabulary that is cut", "keep the head whole (leave it out of the plan) where it is differentiated twice",
+                               grads, {grads[0].clone()});
+  }
+};
+
 /// Ranks meet in numbers, not in a graph: what others hold of a row is a constant, whose value the loss has, and whose gradient here is that of
 /// sum(exp(x - lse)) (1 + 2 z lse) - sum(expected x).
 at::Tensor cross_entropy_of_parts(const at::Tensor& logits, const at::Tensor& labels, const CrossEntropyOptions& options, VocabularyParts& parts) {
-  const at::Tensor x = wide(logits), constant = x.detach(), expected = expected_share(constant, labels, parts, options);
+  const at::Tensor x = wide(DerivedOnce::apply(logits)), constant = x.detach(), expected = expected_share(constant, labels, parts, options);
   const at::Tensor most = std::get<0>(constant.max(-1)), sum = (constant - most.unsqueeze(1)).exp().sum(-1), target = (expected * constant).sum(-1);
   parts.meet(most, sum, target);
   const at::Tensor lse = sum.log() + most, ignored = labels == kIgnoredLabel;

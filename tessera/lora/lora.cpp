@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include <ATen/ops/add.h>
@@ -75,6 +76,17 @@ at::Tensor add_parameter(AnyLinear& linear, std::string_view name, const std::ve
   return parameter;
 }
 
+/// Those of a layer that has had terms before.
+std::pair<at::Tensor, at::Tensor> known_matrices(const torch::nn::Module& linear, const std::string& path, const Options& options) {
+  const auto own = linear.named_parameters(/*recurse=*/false);
+  const at::Tensor a = own[std::string(nn::kLoraA)], b = own[std::string(nn::kLoraB)];
+  require(!nn::has_user(a), "LoRA of '", path,
+          "': it has adapters, and what attached them is alive; let go of that first (detach()), or name layers that have none");
+  const int64_t rank = nn::slice_of(a).shape.at(0);
+  require(rank == options.rank, "LoRA of '", path, "': its matrices are of rank ", rank, ", and options say ", options.rank, "; give the rank that they have");
+  return {a, b};
+}
+
 /// A and B, registered beside the weight.
 template <class AnyLinear>
 std::pair<at::Tensor, at::Tensor> add_matrices(AnyLinear& linear, const std::string& path, const Options& options) {
@@ -93,17 +105,29 @@ std::pair<at::Tensor, at::Tensor> add_matrices(AnyLinear& linear, const std::str
   return {a, b};
 }
 
+bool has_matrices(const torch::nn::Module& linear) { return linear.named_parameters(/*recurse=*/false).contains(std::string(nn::kLoraA)); }
+
+template <class AnyLinear>
+std::pair<at::Tensor, at::Tensor> matrices_of(AnyLinear& linear, const std::string& path, const Options& options) {
+  return has_matrices(linear) ? known_matrices(linear, path, options) : add_matrices(linear, path, options);
+}
+
 Attachment adapt(nn::LinearImpl& linear, const Options& options) {
-  const auto [a, b] = add_matrices(linear, linear.path(), options);
+  const auto [a, b] = matrices_of(linear, linear.path(), options);
+  const auto term = std::make_shared<LowRankTerm>(a, b, options);
+  nn::set_user(a, std::weak_ptr<const void>(term));
   linear.set_called(true);
-  return nn::attach(linear, std::make_shared<LowRankTerm>(a, b, options));
+  return nn::attach(linear, term);
 }
 
 /// Of libtorch's own Linear: a child that drops lets train(), eval() and wrappers reach it.
 PlainTerm adapt(torch::nn::LinearImpl& linear, const std::string& path, const Options& options) {
-  const auto [a, b] = add_matrices(linear, path, options);
+  const auto [a, b] = matrices_of(linear, path, options);
   PlainTerm term{.path = path, .weight = linear.weight, .a = a, .b = b, .scale = options.alpha / static_cast<double>(options.rank)};
-  if (options.dropout > 0) term.dropout = linear.register_module("lora_dropout", nn::Dropout(options.dropout));
+  nn::set_user(a, std::weak_ptr<const void>(term.alive));
+  const std::string name = "lora_dropout";
+  if (linear.named_children().contains(name)) linear.unregister_module(name);
+  if (options.dropout > 0) term.dropout = linear.register_module(name, nn::Dropout(options.dropout));
   return term;
 }
 
@@ -153,7 +177,7 @@ void freeze_all_but(torch::nn::Module& root, const std::vector<std::string>& tra
       if (!nn::matches(trained[i], parameter.name)) continue;
       used[i] = learns = true;
     }
-    if (parameter.tensor.is_floating_point()) parameter.tensor.set_requires_grad(learns);
+    if (parameter.tensor.is_floating_point() || parameter.tensor.is_complex()) parameter.tensor.set_requires_grad(learns);
   }
   for (size_t i = 0; i < trained.size(); ++i) {
     require(used[i], "lora.trained: '", trained[i], "' names no parameter; name one as '", parameters.front().name, "', or a pattern of such names");
@@ -166,25 +190,31 @@ Attachment attach(torch::nn::Module& root, const Options& options) {
   require(options.rank >= 1, "LoRA: rank = ", options.rank, " must be at least 1");
   require(!options.modules.empty(), "LoRA: no modules are named; give patterns of the paths of linear layers");
   nn::assign_paths(root);
+  std::set<const torch::nn::Module*> named;  // patterns may meet
+  std::set<const torch::nn::Module*> drawn;  // what is new begins as it is drawn, and what was trained stays
   Attachment attached;
   std::vector<PlainTerm> terms;
-  const auto is_new = [](const torch::nn::Module& linear) { return !linear.named_parameters(/*recurse=*/false).contains(std::string(nn::kLoraA)); };
   for (const std::string& pattern : options.modules) {
     const Linears linears = linears_matching(root, pattern);
     for (nn::LinearImpl* linear : linears.ours) {
-      if (is_new(*linear)) attached.add(adapt(*linear, options));
+      if (!named.insert(linear).second) continue;
+      if (!has_matrices(*linear)) drawn.insert(linear);
+      attached.add(adapt(*linear, options));
     }
     for (const auto& [path, linear] : linears.libtorchs) {
-      if (!is_new(*linear)) continue;
+      if (!named.insert(linear).second) continue;
       require_weight_of_its_own(root, path, *linear);
+      if (!has_matrices(*linear)) drawn.insert(linear);
       terms.push_back(adapt(*linear, path, options));
     }
   }
   attached.add(attach_to_products(std::move(terms)));
   nn::assign_paths(root);
   freeze_all_but(root, options.trained);
-  for (const auto& parameter : nn::unique_parameters(root)) {
-    if (nn::is_adapter(parameter.name) && !parameter.tensor.is_meta()) nn::draw(parameter.tensor, options.seed);
+  for (const torch::nn::Module* linear : drawn) {
+    for (const auto& item : linear->named_parameters(/*recurse=*/false)) {
+      if (nn::is_adapter(item.key()) && !item.value().is_meta()) nn::draw(item.value(), options.seed);
+    }
   }
   return attached;
 }

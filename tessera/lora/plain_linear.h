@@ -16,7 +16,8 @@ struct PlainTerm {
   std::string path;
   at::Tensor weight, a, b;
   double scale = 1;
-  nn::Dropout dropout{nullptr};  ///< null: none
+  nn::Dropout dropout{nullptr};                                  ///< null: none
+  std::shared_ptr<const char> alive = std::make_shared<char>();  ///< nn::set_user
 };
 
 /// Adds the terms where this thread multiplies by one of the weights: libtorch's Linear cannot be intercepted, but the operator that it calls (linear, addmm,

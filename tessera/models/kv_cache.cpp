@@ -77,10 +77,8 @@ class KvCache::Layer : public nn::Interceptor {
     if (state_->columns.size() > 1 && state_->read == Read::Whole) return {attend_together(kept, q, k, v, window)};
     if (state_->read == Read::Part) {
       extend(kept, k, v, 0);
-      if (window > 0) {
-        const auto positions = host_read_all(inputs[3].toTensor(), /*dry_answer=*/0);
-        kept.positions.assign(positions.begin(), positions.end());
-      }
+      const auto positions = host_read_all(inputs[3].toTensor(), /*dry_answer=*/0);
+      kept.positions.assign(positions.begin(), positions.end());
       return next(std::move(inputs));  // which reaches the other parts
     }
     const auto [keys, values] = extend(kept, k, v, window);
@@ -95,7 +93,7 @@ class KvCache::Layer : public nn::Interceptor {
     at::Tensor keys, values;         ///< [rows, room, K, D]
     int64_t columns = 0;             ///< that are there
     int64_t gone = 0;                ///< on one rank: those before them, which no window reaches
-    std::vector<int64_t> positions;  ///< over several ranks, with a window: theirs, ascending
+    std::vector<int64_t> positions;  ///< over several ranks: theirs, ascending
   };
 
   /// What lies behind the beginning of what is read now.
@@ -107,7 +105,12 @@ class KvCache::Layer : public nn::Interceptor {
     } else if (state_->columns.size() == 1) {
       require(kept.gone == 0 || begin - kept.gone >= window - 1, "KvCache: what follows ", begin, " tokens sees the ", window - 1, " before it, and the first ",
               kept.gone, " are let go of, for model.sliding_window = ", window, " had passed them; read again from the beginning");
+      require(begin - kept.gone <= kept.columns, "KvCache: ", begin, " tokens are to be before what is read, and ", kept.gone + kept.columns,
+              " have been read; read those between as well");
       kept.columns = begin - kept.gone;
+    } else {
+      kept.columns = std::ranges::lower_bound(kept.positions, begin) - kept.positions.begin();
+      kept.positions.resize(static_cast<size_t>(kept.columns));
     }
   }
 
@@ -156,7 +159,7 @@ class KvCache::Layer : public nn::Interceptor {
     const bool keeps = place < columns;
     const auto own = [&](const at::Tensor& x) { return keeps ? x.narrow(1, place, 1) : x.narrow(1, 0, 0); };
     const auto [keys, values] = extend(kept, own(k), own(v), 0);
-    if (window > 0 && keeps) kept.positions.push_back(state_->begin + place);
+    if (keeps) kept.positions.push_back(state_->begin + place);
     std::vector<ColumnRun> seen;
     for (int64_t query = 0; query < columns; ++query) {
       const int64_t end = kept.columns - (keeps && query < place ? 1 : 0);  // the newest is behind those before it

@@ -13,6 +13,7 @@
 
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
+#include "tessera/core/once_differentiable.h"
 #include "tessera/kernels/attention.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/products.h"
@@ -25,12 +26,14 @@ namespace tessera::nn {
 
 namespace {
 
-/// softmax(scale * scores) over the last dimension in fp32, with nothing where `visible` is false. Kept for backward: the result, in the dtype of the scores,
-/// and neither its fp32 form nor the mask.
+/// softmax(scale * scores) over the last dimension in fp32 (of doubles in theirs), with nothing where `visible` is false. Kept for backward: the result, in the
+/// dtype of the scores, and neither its fp32 form nor the mask.
 struct MaskedSoftmax : AutogradFunction<MaskedSoftmax> {
+  static at::ScalarType wide_type(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& scores, const at::Tensor& visible, double scale) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const at::Tensor seen = (scores.to(at::kFloat) * scale).masked_fill_(visible.bitwise_not(), -std::numeric_limits<float>::infinity());
+    const at::Tensor seen = (scores.to(wide_type(scores)) * scale).masked_fill_(visible.bitwise_not(), -std::numeric_limits<float>::infinity());
     const at::Tensor weights = at::softmax(seen, -1).to(scores.scalar_type());
     context->save_for_backward({weights.detach()});  // apart from its graph: see kernels/attention.cpp
     context->saved_data["scale"] = scale;
@@ -39,8 +42,10 @@ struct MaskedSoftmax : AutogradFunction<MaskedSoftmax> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     const at::Tensor weights = context->get_saved_variables()[0];
-    const at::Tensor d_seen = at::_softmax_backward_data(grads[0].to(at::kFloat), weights.to(at::kFloat), -1, at::kFloat);
-    return {(d_seen * context->saved_data["scale"].toDouble()).to(weights.scalar_type()), at::Tensor(), at::Tensor()};
+    const at::ScalarType wide = wide_type(weights);
+    const at::Tensor d_seen = at::_softmax_backward_data(grads[0].to(wide), weights.to(wide), -1, wide);
+    return once_differentiable("attention over a mask", kAttentionTwice, grads,
+                               {(d_seen * context->saved_data["scale"].toDouble()).to(weights.scalar_type()), at::Tensor(), at::Tensor()});
   }
 };
 
@@ -103,7 +108,8 @@ at::Tensor AttentionCoreImpl::forward(const at::Tensor& q, const at::Tensor& all
   if (!described && reach.window == 0 && (queries == keys || queries == 1 || !reach.causal)) {
     return kernels::flash_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), reach.causal && queries == keys).transpose(1, 2);
   }
-  if (kernels::takes_reference(kernels::Kernel::attention)) {
+  // Tiles are merged in fp32.
+  if (kernels::takes_reference(kernels::Kernel::attention) || q.scalar_type() == at::kDouble) {
     return masked_attention(q, k, v, visible_keys(queries, keys, reach, positions, document_ids, q.device()));
   }
   if (described) return ordered_attention(q, k, v, reach, positions, document_ids);

@@ -6,9 +6,7 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/count_nonzero.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/nn/modules/embedding.h>
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/leave_in_order.h"
@@ -56,14 +54,14 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
   nn::assign_paths(module_);
   int place = 0;  // among those that share a batch
   for (const comm::Group& group : options_.groups) place += std::exchange(num_ranks_, num_ranks_ * group.size()) * group.rank();
-  nn::drop_apart(module_, place);
+  nn::drop_apart(module_, place, num_ranks_);
   std::erase_if(options_.groups, [](const comm::Group& group) { return group.size() == 1; });
   refuse_slices();
   nn::require_same_parts(options_.technique, parameters_, options_.groups);
   for (const nn::NamedParameter& parameter : parameters_) hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_));
   if (active()) {
-    refuse_renormalized();
-    for (const nn::NamedParameter& parameter : parameters_) left_.push_back(parameter.tensor.grad());
+    refuse_renormalized(options_.technique, module_, parameters_);
+    left_ = LeftGradients(parameters_);
     listen();
     return;
   }
@@ -85,7 +83,9 @@ void BucketedStep::hold_alone() {
 void BucketedStep::relay_alone() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     hooks_.add(nn::GradientDispatcher::of(parameters_[i].tensor).listen([this, i](const at::Tensor&) {
-      if (synchronizes(i)) give_away(i);
+      if (!synchronizes(i)) return;
+      protocol_.require_stated_step(parameters_[i].name);
+      give_away(i);
     }));
   }
 }
@@ -97,33 +97,6 @@ void BucketedStep::refuse_slices() const {
   if (owner == nullptr || owner->norm_group().size() == 1) return;
   require(std::ranges::none_of(owner->updated(), [&](const auto& updated) { return updated.tensor.is_same(first.tensor); }), options_.technique, ": '",
           first.name, "' is a slice, of a module that fully_shard holds; call unshard(model) first, while what fully_shard returned is alive");
-}
-
-/// An embedding with max_norm writes the rows that are looked up here.
-void BucketedStep::refuse_renormalized() const {
-  const auto is_ours = [&](const at::Tensor& weight) {
-    return std::ranges::any_of(parameters_, [&](const auto& parameter) { return parameter.tensor.is_same(weight); });
-  };
-  module_.apply([&](const std::string& path, const torch::nn::Module& module) {
-    const auto* const embedding = dynamic_cast<const torch::nn::EmbeddingImpl*>(&module);
-    const auto* const bag = dynamic_cast<const torch::nn::EmbeddingBagImpl*>(&module);
-    const bool renormalizes = (embedding != nullptr && embedding->options.max_norm() && is_ours(embedding->weight)) ||
-                              (bag != nullptr && bag->options.max_norm() && is_ours(bag->weight));
-    require(!renormalizes, options_.technique, ": '", path,
-            "' is an embedding with max_norm, which writes the rows that this rank's samples look up in forward, ",
-            "so that replicas part; leave max_norm out, or renormalize the whole weight between steps, alike on every rank");
-  });
-}
-
-/// Of samples of this rank, as far as anybody knows, and met by no other rank's.
-void BucketedStep::refuse_left_gradients() {
-  const auto left = std::exchange(left_, {});
-  for (size_t i = 0; i < left.size(); ++i) {
-    const at::Tensor& gradient = left[i];
-    if (!gradient.defined() || gradient.is_meta() || !parameters_[i].tensor.grad().is_same(gradient)) continue;
-    require(at::count_nonzero(gradient).item<int64_t>() == 0, options_.technique, ": '", parameters_[i].name,
-            "' has a gradient from before it was wrapped, which has met no other rank's; call zero_grad() before the first backward pass under the wrapper");
-  }
 }
 
 void BucketedStep::listen() {
@@ -219,7 +192,7 @@ void BucketedStep::begin_round() {
 }
 
 void BucketedStep::begin_pass(bool last) {
-  if (!left_.empty()) refuse_left_gradients();
+  left_.refuse(options_.technique, parameters_);
   last_pass_ = last;
   forms_.require_same(options_.technique, parameters_);
   if (own_phase_) own_phase_->last_micro_batch = last || (in_action_ && options_.each_micro_batch);

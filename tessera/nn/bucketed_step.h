@@ -134,8 +134,8 @@ class BucketedStep {
   std::vector<std::vector<size_t>> slots_;            ///< by bucket, in the order of reduction: the parameters in it
   std::string bucket_site_;
 
-  bool plain_ = false;               ///< the step is one of the plain loop
-  std::vector<at::Tensor> left_;     ///< gradients that were there when parameters were wrapped, until the first backward pass
+  bool plain_ = false;  ///< the step is one of the plain loop
+  LeftGradients left_;
   std::vector<at::Tensor> carried_;  ///< by parameter: what this step adds to, set aside
   std::vector<bool> arrived_;        ///< parameters that got a gradient in this step
   std::vector<int64_t> finals_;      ///< parameters in the order in which their gradients became final
@@ -144,8 +144,6 @@ class BucketedStep {
 
  private:
   void refuse_slices() const;
-  void refuse_renormalized() const;
-  void refuse_left_gradients();
   bool synchronizes(size_t i) const;
   void listen();
   void hold_alone();

@@ -32,13 +32,13 @@ at::Tensor drop_by_place(const at::Tensor& x, double p, const std::string& name,
   return kernels::dropout(x, p, rng.key(), SampleScope::token_rows(batch, sample_columns, x.device()), columns);
 }
 
-void drop_apart(torch::nn::Module& root, int64_t replica) {
+void drop_apart(torch::nn::Module& root, int64_t replica, int64_t ranks) {
   root.apply([&](torch::nn::Module& module) {
-    if (auto* draws = dynamic_cast<DrawsMasks*>(&module)) draws->set_replica(replica);
+    if (auto* draws = dynamic_cast<DrawsMasks*>(&module)) draws->set_replica(replica, ranks);
     const auto* const own = dynamic_cast<const Module*>(&module);
     if (own == nullptr || own->chain() == nullptr) return;
     for (const auto& interceptor : *own->chain()) {
-      if (auto* draws = dynamic_cast<DrawsMasks*>(interceptor.get())) draws->set_replica(replica);
+      if (auto* draws = dynamic_cast<DrawsMasks*>(interceptor.get())) draws->set_replica(replica, ranks);
     }
   });
 }

@@ -15,13 +15,18 @@ namespace tessera::nn {
 class DrawsMasks {
  public:
   virtual ~DrawsMasks() = default;
-  void set_replica(int64_t replica) { replica_ = replica; }
+  /// This rank's place among `ranks` that have other samples. What fewer ranks say, those of a part of the model (its experts), changes nothing.
+  void set_replica(int64_t replica, int64_t ranks) {
+    if (ranks < ranks_) return;
+    replica_ = replica;
+    ranks_ = ranks;
+  }
 
  protected:
   int64_t replica() const { return replica_; }
 
  private:
-  int64_t replica_ = 0;
+  int64_t replica_ = 0, ranks_ = 1;
 };
 
 /// Zeroes a share p of the elements and scales the others by 1 / (1 - p) while training.
@@ -52,6 +57,6 @@ TESSERA_MODULE(Dropout);
 at::Tensor drop_by_place(const at::Tensor& x, double p, const std::string& name, const std::string& apart, const kernels::FeatureBlock& columns);
 
 /// set_replica of everything under `root` that draws masks, modules and what is attached to them.
-void drop_apart(torch::nn::Module& root, int64_t replica);
+void drop_apart(torch::nn::Module& root, int64_t replica, int64_t ranks);
 
 }  // namespace tessera::nn

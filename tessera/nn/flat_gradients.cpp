@@ -4,6 +4,7 @@
 #include <array>
 
 #include <ATen/ATen.h>
+#include <torch/nn/modules/embedding.h>
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/engine.h"
@@ -102,6 +103,34 @@ void require_summable(const nn::NamedParameter& parameter) {
       "the whole loss without create_graph");
   require(!gradient.defined() || gradient.layout() == at::kStrided, "data parallelism: '", parameter.name, "' got a gradient of layout ", gradient.layout(),
           ", and gradients of ranks are summed in dense memory; leave sparse(true) out of the embedding's options");
+}
+
+void refuse_renormalized(const std::string& technique, const torch::nn::Module& module, const std::vector<nn::NamedParameter>& parameters) {
+  const auto is_ours = [&](const at::Tensor& weight) {
+    return std::ranges::any_of(parameters, [&](const auto& parameter) { return parameter.tensor.is_same(weight); });
+  };
+  module.apply([&](const std::string& path, const torch::nn::Module& inner) {
+    const auto* const embedding = dynamic_cast<const torch::nn::EmbeddingImpl*>(&inner);
+    const auto* const bag = dynamic_cast<const torch::nn::EmbeddingBagImpl*>(&inner);
+    const bool renormalizes = (embedding != nullptr && embedding->options.max_norm() && is_ours(embedding->weight)) ||
+                              (bag != nullptr && bag->options.max_norm() && is_ours(bag->weight));
+    require(!renormalizes, technique, ": '", path, "' is an embedding with max_norm, which writes the rows that this rank's samples look up in forward, ",
+            "so that replicas part; leave max_norm out, or renormalize the whole weight between steps, alike on every rank");
+  });
+}
+
+LeftGradients::LeftGradients(const std::vector<nn::NamedParameter>& parameters) {
+  for (const nn::NamedParameter& parameter : parameters) left_.push_back(parameter.tensor.grad());
+}
+
+void LeftGradients::refuse(const std::string& technique, const std::vector<nn::NamedParameter>& parameters) {
+  const auto left = std::exchange(left_, {});
+  for (size_t i = 0; i < left.size(); ++i) {
+    const at::Tensor& gradient = left[i];
+    if (!gradient.defined() || gradient.is_meta() || !parameters[i].tensor.grad().is_same(gradient)) continue;
+    require(at::count_nonzero(gradient).item<int64_t>() == 0, technique, ": '", parameters[i].name,
+            "' has a gradient from before it was wrapped, which has met no other rank's; call zero_grad() before the first backward pass under the wrapper");
+  }
 }
 
 at::ScalarType summed_dtype(const at::Tensor& parameter, std::optional<at::ScalarType> dtype) {

@@ -23,6 +23,23 @@ std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& mod
 /// its clip_grad_norm_ counts them so, on one device and on several. Where a program's own loop begins, on one rank.
 void warn_of_tied(const std::string& technique, const std::vector<nn::NamedParameter>& parameters);
 
+/// Throws ConfigError where one of them is the weight of an embedding with max_norm, which writes the rows that are looked up in forward: those of this rank's
+/// samples.
+void refuse_renormalized(const std::string& technique, const torch::nn::Module& module, const std::vector<nn::NamedParameter>& parameters);
+
+/// Gradients that were there when parameters were wrapped: of samples of this rank, as far as anybody knows, and met by no other rank's.
+class LeftGradients {
+ public:
+  LeftGradients() = default;
+  explicit LeftGradients(const std::vector<nn::NamedParameter>& parameters);
+
+  /// Before the first backward pass; later calls do nothing. Throws ConfigError where one still stands and is not zero.
+  void refuse(const std::string& technique, const std::vector<nn::NamedParameter>& parameters);
+
+ private:
+  std::vector<at::Tensor> left_;
+};
+
 /// Throws ConfigError where ranks between which parameters are cut are taken for replicas of one another.
 void require_disjoint(const char* technique, const comm::Group& shard, const comm::Group& replicate);
 

@@ -29,11 +29,8 @@ class Listeners {
  public:
   using Listener = GradientDispatcher::Listener;
 
-  std::shared_ptr<const Listener> add(Listener listener) {
-    auto added = std::make_shared<const Listener>(std::move(listener));
-    list_.push_back(added);
-    return added;
-  }
+  std::shared_ptr<const Listener> add(Listener listener) { return *list_.insert(list_.end(), std::make_shared<const Listener>(std::move(listener))); }
+  std::shared_ptr<const Listener> add_first(Listener listener) { return *list_.insert(list_.begin(), std::make_shared<const Listener>(std::move(listener))); }
   void remove(const std::shared_ptr<const Listener>& listener) { std::erase(list_, listener); }
   void call(const at::Tensor& parameter) const {
     const auto list = list_;
@@ -121,6 +118,22 @@ GradientDispatcher& GradientDispatcher::of(const at::Tensor& parameter) {
 }
 
 Attachment GradientDispatcher::listen_arriving(Listener before_accumulation) {
+  hear_arrivals();
+  return while_alive(state_->arriving.add(std::move(before_accumulation)));
+}
+
+Attachment GradientDispatcher::watch_arriving(Listener before_anybody) {
+  hear_arrivals();
+  return while_alive(state_->arriving.add_first(std::move(before_anybody)));
+}
+
+Attachment GradientDispatcher::while_alive(std::shared_ptr<const Listener> arriving) const {
+  return Attachment([state = std::weak_ptr(state_), arriving] {
+    if (auto alive = state.lock()) alive->arriving.remove(arriving);
+  });
+}
+
+void GradientDispatcher::hear_arrivals() {
   if (!std::exchange(state_->hears_arrivals, true)) {
     // libtorch's add_hook would have it be the only one, and a program's first register_hook comes by it: so that has been, and ours stands beside it.
     const at::Tensor parameter = this->parameter();
@@ -130,10 +143,6 @@ Attachment GradientDispatcher::listen_arriving(Listener before_accumulation) {
     if (frozen) parameter.set_requires_grad(false);
     torch::autograd::impl::hooks(parameter).push_back(std::make_unique<ArrivalHook>(parameter_, state_));
   }
-  auto added = state_->arriving.add(std::move(before_accumulation));
-  return Attachment([state = std::weak_ptr(state_), added] {
-    if (auto alive = state.lock()) alive->arriving.remove(added);
-  });
 }
 
 Attachment GradientDispatcher::listen(Listener on_accumulated) {
@@ -251,7 +260,8 @@ void GradientDispatcher::announce_final() {
 GradientSynchronizer* owner_of(const at::Tensor& updated) {
   const at::Tensor parameter = updated_for(updated);
   const auto* const dispatcher = parameter.defined() ? GradientDispatcher::find(parameter) : nullptr;
-  return dispatcher == nullptr ? nullptr : dispatcher->owner();
+  GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+  return owner == nullptr ? nullptr : &owner->outermost();
 }
 
 std::vector<NamedParameter> owned_by(const GradientSynchronizer& synchronizer) {

@@ -48,6 +48,9 @@ class GradientDispatcher {
   /// accumulates nothing.
   [[nodiscard]] Attachment listen_arriving(Listener before_accumulation);
 
+  /// The same for who only looks: called before all who may set `grad` aside.
+  [[nodiscard]] Attachment watch_arriving(Listener before_anybody);
+
   /// Called after each accumulation, with the parameter, whose `grad` is complete up to here. Capture what identifies it, never a tensor.
   [[nodiscard]] Attachment listen(Listener on_accumulated);
 
@@ -106,6 +109,8 @@ class GradientDispatcher {
   struct State;
   explicit GradientDispatcher(c10::TensorImpl* parameter);
   void accumulated(const at::Tensor& parameter);
+  void hear_arrivals();
+  Attachment while_alive(std::shared_ptr<const Listener> arriving) const;
   at::Tensor parameter() const;
 
   c10::TensorImpl* parameter_;  ///< owner of the slot that owns us: alive as long as we are

@@ -27,14 +27,14 @@ struct ComingAction {
 
 /// Where a micro-batch stands in its step.
 struct MicroBatchPosition {
-  int64_t index = 0;           ///< in the global batch, counted over all ranks; a padding micro-batch's index means nothing
+  int64_t index = 0;  ///< in the global batch, counted over all ranks; a padding micro-batch's index means nothing
   /// The action is the last of its kind in this step: gradients are final after the last backward, or after those left for later. Where a step has whole
   /// backwards beside halves, the last of the weights' actions need not be the last that brings gradients: a whole backward may follow it, and the last
   /// backward may be whole with weights' gradients of others still to come. Engines make the backwards of a stage alike (schedules::with_backwards_alike).
   bool last = false;
-  bool padding = false;        ///< of weight 0: it keeps a rank with fewer micro-batches in step with the others
-  bool weights_later = false;  ///< of a backward: an action of its own brings the weights' gradients, on every rank
-  int part = 0;                ///< which of the parts of the model that this rank holds; each has a synchronizer of its own, which need not look
+  bool padding = false;                  ///< of weight 0: it keeps a rank with fewer micro-batches in step with the others
+  bool weights_later = false;            ///< of a backward: an action of its own brings the weights' gradients, on every rank
+  int part = 0;                          ///< which of the parts of the model that this rank holds; each has a synchronizer of its own, which need not look
   std::optional<ComingAction> coming{};  ///< behind this one; unset: none, or nobody knows
   bool stays = false;                    ///< sharded parameters of the part that are whole stay so behind the action, for one to come
 };
@@ -104,6 +104,9 @@ class GradientSynchronizer {
     for (const auto& [name, tensor, aliases] : updated()) tensor.mutable_grad() = at::Tensor();
   }
 
+  /// Who holds this one and is stepped in its place (HostGradients), or this one.
+  GradientSynchronizer& outermost() { return holder_ == nullptr ? *this : holder_->outermost(); }
+
   /// Ranks over which these are cut: what a norm sums over. A group of one where each rank holds the whole.
   virtual comm::Group norm_group() const { return comm::Group::self(); }
 
@@ -116,8 +119,10 @@ class GradientSynchronizer {
  protected:
   /// What no_sync() counts: gradients meet in passes that run while it is 0.
   const std::shared_ptr<int>& holds() const { return holds_; }
+  void hold(GradientSynchronizer& inner) { inner.holder_ = this; }
 
  private:
+  GradientSynchronizer* holder_ = nullptr;
   std::shared_ptr<int> holds_ = std::make_shared<int>(0);
 };
 

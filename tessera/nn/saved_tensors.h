@@ -7,6 +7,9 @@
 
 namespace tessera::nn {
 
+/// How often libtorch has seen it written, views and detached aliases included; 0 of inference tensors, of which it does not count.
+inline int64_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version()); }
+
 /// The tensor's values and version counter, without its graph and without a call of any operator.
 at::Tensor alias_of(const at::Tensor& tensor);
 

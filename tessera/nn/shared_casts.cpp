@@ -55,7 +55,7 @@ at::Tensor copy_of(const at::Tensor& parameter, at::ScalarType dtype, CastsInFli
                     .try_emplace(parameter.unsafeGetTensorImpl(),
                                  CastsInFlight::Copy{.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>())})
                     .first->second;
-  const int64_t version = parameter.is_inference() ? 0 : parameter._version();
+  const int64_t version = version_of(parameter);
   if (known.version == version && known.dtype == dtype && parameter.sizes() == at::IntArrayRef(known.sizes)) {
     if (auto storage = known.storage.lock()) {
       at::Tensor copy = at::empty({0}, parameter.options().dtype(dtype));

@@ -54,6 +54,10 @@ void StepProtocol::arriving(const std::string& parameter) {
   if (in_backward) begin_pass();
 }
 
+void StepProtocol::require_stated_step(const std::string& parameter) const {
+  require(calls_.in_step(), technique_, ": '", parameter, "' got a gradient outside a step; ", actions_.plain_loop_refusal);
+}
+
 void StepProtocol::begin_pass() {
   in_pass_ = true;
   last_pass_ = *holds_ == 0 && (plain_ || calls_.is_last());

@@ -48,6 +48,8 @@ class StepProtocol {
 
   /// Before each gradient is accumulated. Throws ConfigError where none may come.
   void arriving(const std::string& parameter);
+  /// Where nothing is summed, and gradients are relayed alone: a step has begun, or refuses as `arriving` does.
+  void require_stated_step(const std::string& parameter) const;
 
  private:
   void begin_pass();

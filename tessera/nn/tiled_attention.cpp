@@ -160,8 +160,7 @@ struct TiledAttentionFunction : AutogradFunction<TiledAttentionFunction> {
     TiledAttentionBackward attention(grads[0], saved[0], {.output = saved[3], .log_sum_exp = saved[4]});
     const at::Tensor dk = fp32_zeros(k), dv = fp32_zeros(v);
     attention.add(k, v, tiles->list, dk, dv);
-    auto gradients = once_differentiable("attention in tiles", "nn::masked_attention has a second derivative, and holds all scores", grads,
-                                         {attention.finish(), dk.to(k.scalar_type()), dv.to(v.scalar_type())});
+    auto gradients = once_differentiable("attention in tiles", kAttentionTwice, grads, {attention.finish(), dk.to(k.scalar_type()), dv.to(v.scalar_type())});
     gradients.emplace_back();
     return gradients;
   }

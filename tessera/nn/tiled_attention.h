@@ -11,6 +11,9 @@
 /// the size S x L is held and scores may be as large as fp32 goes. Outside of autograd but for tiled_attention. Layout: q [B, S, H, D]; k, v [B, L, K, D].
 namespace tessera::nn {
 
+/// Where a fused or tiled attention meets a second derivative.
+inline constexpr const char* kAttentionTwice = "write softmax(scale q k^T) v by libtorch's operators where it is differentiated twice";
+
 /// The softmax of queries over keys that come block by block. Memory: the output in fp32 and B H S floats.
 class TiledAttention {
  public:

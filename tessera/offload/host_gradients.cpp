@@ -7,6 +7,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/names.h"
 
 // The synchronizer inside gives each gradient away as soon as it can (nn/gradient_relay.h), so that grad() on the device stays empty; what is left on the host
@@ -16,6 +17,7 @@ namespace tessera {
 
 HostGradients::HostGradients(std::unique_ptr<GradientSynchronizer> inner, const std::vector<nn::NamedParameter>& updated, std::shared_ptr<HostSums> sums)
     : sums_(std::move(sums)), link_(sums_->link()), inner_(std::move(inner)), parameters_(updated) {
+  hold(*inner_);
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Parameters);
   const HostMemory beside;
@@ -26,6 +28,7 @@ HostGradients::HostGradients(std::unique_ptr<GradientSynchronizer> inner, const 
     nn::set_updated_for(copy, nn::updated_for(tensor));
     copies_.push_back({name, copy, aliases});
     versions_.emplace_back();
+    with_gradient_.push_back(0);
   }
   follow();
 }
@@ -55,7 +58,12 @@ void HostGradients::begin_step() {
 
 void HostGradients::finish() {
   inner_->finish();
-  for (size_t i = 0; i < parameters_.size(); ++i) copies_[i].tensor.mutable_grad() = sums_->take(parameters_[i].tensor);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor sum = sums_->take(parameters_[i].tensor);
+    // No view, which libtorch's zero_grad could not detach.
+    copies_[i].tensor.mutable_grad() = sum.defined() ? gradient_view(sum, 0, copies_[i].tensor.sizes()) : sum;
+    if (copies_[i].tensor.grad().defined()) with_gradient_[i] = 1;
+  }
   sums_->clear();
 }
 
@@ -68,7 +76,7 @@ void HostGradients::after_update() {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const auto& [name, copy, aliases] = copies_[i];
       // What nobody updates may follow another's update (an embedding's second end on one rank); libtorch's SGD writes behind the version counter.
-      if (!copy.grad().defined() && copy._version() == versions_[i].copy) continue;
+      if (!std::exchange(with_gradient_[i], 0) && copy._version() == versions_[i].copy) continue;
       at::Tensor(parameters_[i].tensor).copy_(copy, /*non_blocking=*/true);
       changed.push_back(i);
     }

@@ -43,7 +43,10 @@ class HostGradients final : public GradientSynchronizer {
   void finish() override;
   void after_update() override;
   const SynchronizationStatistics& statistics() const override { return inner_->statistics(); }
-  std::vector<nn::NamedParameter> updated() const override { return copies_; }
+  std::vector<nn::NamedParameter> updated() const override {
+    (void)inner_->updated();  // which takes in what a program put in a parameter's place
+    return copies_;
+  }
   void clear_gradients() override;
   comm::Group norm_group() const override { return inner_->norm_group(); }
   std::vector<int64_t> held_elements(int rank) const override { return inner_->held_elements(rank); }
@@ -66,6 +69,7 @@ class HostGradients final : public GradientSynchronizer {
   std::unique_ptr<GradientSynchronizer> inner_;
   std::vector<nn::NamedParameter> parameters_, copies_;
   std::vector<Versions> versions_;
+  std::vector<char> with_gradient_;  ///< since the last update came back: a program may clear it before that
 };
 
 }  // namespace tessera

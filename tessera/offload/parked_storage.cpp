@@ -13,9 +13,10 @@ namespace {
 
 constexpr size_t kWrites = 2;  ///< under way at a time: one is written while the next arrives
 
-/// All bytes of the storage.
+/// All bytes of the storage, as they are: a tensor whose numbers are negated or conjugated as they are read says so by its keys.
 at::Tensor bytes_of(const at::Tensor& tensor) {
-  at::Tensor bytes = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), tensor.key_set(), caffe2::TypeMeta::Make<uint8_t>());
+  const c10::DispatchKeySet keys = tensor.key_set() - c10::DispatchKeySet({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate});
+  at::Tensor bytes = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), keys, caffe2::TypeMeta::Make<uint8_t>());
   bytes.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(tensor.storage().nbytes())});
   return bytes;
 }

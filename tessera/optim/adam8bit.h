@@ -41,6 +41,7 @@ class Adam8bit : public Optimizer {
   void prepare(const std::vector<Batch>& batches) override;
   void update(const Batch& batch) override;
   bool by_rows() const override { return true; }
+  bool writes_memory() const override { return true; }
   void hold(size_t index) override;
 
   AdamWOptions options_;

@@ -35,6 +35,10 @@ class AdamW : public Optimizer {
   static std::pair<std::vector<at::Tensor>, kernels::UpdatesByElement::Besides> in_one_pass(const Batch& batch);
   void counts_changed() override;
   void hold(size_t index) override;
+  void lay_state_like(size_t index, const at::Tensor& updated) override {
+    lay_like(exp_avg_[index], updated);
+    lay_like(exp_avg_sq_[index], updated);
+  }
 
   AdamWOptions options_;
   std::vector<at::Tensor> exp_avg_, exp_avg_sq_;

@@ -22,6 +22,8 @@ class Lion : public Optimizer {
  private:
   void update(const Batch& batch) override;
   void hold(size_t index) override;
+  bool writes_memory() const override { return true; }
+  void lay_state_like(size_t index, const at::Tensor& updated) override { lay_like(exp_avg_[index], updated); }
 
   LionOptions options_;
   std::vector<at::Tensor> exp_avg_;

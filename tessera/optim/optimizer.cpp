@@ -19,6 +19,14 @@
 
 namespace tessera::optim {
 
+namespace {
+
+/// A kernel that writes by pointers is an operator to nobody: a write of no elements tells those who watch operators (fully_shard lets go of what it has
+/// gathered), and counts as a version.
+void announce_write(const at::Tensor& parameter) { parameter.detach().as_strided({0}, {1}).zero_(); }
+
+}  // namespace
+
 Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(groups)) {
   std::set<const void*> seen;
   std::set<std::string> names;
@@ -36,6 +44,7 @@ Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(gro
     }
   }
   counts_.resize(parameters_.size(), 0);
+  for (const auto& parameter : parameters_) shapes_.push_back(parameter.tensor.sizes().vec());
 }
 
 std::vector<at::Tensor> Optimizer::Batch::gradients_as_parameters() const {
@@ -66,12 +75,17 @@ std::vector<Optimizer::Batch> Optimizer::batches(double lr, std::vector<std::pai
       if (!gradient.defined()) continue;
       // The fused operators walk these memories side by side, from one end to the other.
       at::Tensor updated = parameter.tensor;
+      require(updated.sizes() == at::IntArrayRef(shapes_[i]), "optimizer.step: '", parameter.name, "' has the shape ", updated.sizes(), ", and had ",
+              at::IntArrayRef(shapes_[i]),
+              " when the optimizer was made, for which its state is; make the optimizer behind what shards, unshards or resizes the model, and bring its state "
+              "over by a checkpoint");
       if (by_rows() ? !updated.is_contiguous() : !updated.is_non_overlapping_and_dense()) {
         updated = at::empty_like(updated, by_rows() ? at::MemoryFormat::Contiguous : at::MemoryFormat::Preserve).copy_(updated);
         apart.emplace_back(parameter.tensor, updated);
       }
       if (gradient.strides() != updated.strides()) gradient = at::empty_like(updated, gradient.options()).copy_(gradient);
       hold(i);
+      lay_state_like(i, updated);
       batch.indices.push_back(i);
       batch.parameters.push_back(std::move(updated));
       batch.gradients.push_back(std::move(gradient));
@@ -123,7 +137,9 @@ void Optimizer::apply(const UpdateTerms& terms) {
       batch.rounded.push_back(found == terms.rounded->end() ? at::Tensor() : found->second);
     }
     for (const size_t i : batch.indices) ++counts_[i];
-    if (!batch.indices.empty()) update(batch);
+    if (batch.indices.empty()) continue;
+    if (writes_memory()) std::ranges::for_each(batch.indices, [this](size_t i) { announce_write(parameters_[i].tensor); });
+    update(batch);
   }
   for (auto& [parameter, updated] : apart) parameter.copy_(updated);
 }
@@ -181,7 +197,16 @@ std::vector<at::Tensor> Optimizer::zeros_like_parameters() const {
 at::Tensor Optimizer::zeros_like_parameter(size_t index) const {
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Optimizer);
-  return at::zeros_like(parameters_[index].tensor);
+  const at::Tensor& parameter = parameters_[index].tensor;
+  // Strides of dimensions of size 1, which mean nothing, are kept: kernels that compare strides compare all.
+  return at::zeros_like(parameter, {}, by_rows() && !parameter.is_contiguous() ? at::MemoryFormat::Contiguous : at::MemoryFormat::Preserve);
+}
+
+void Optimizer::lay_like(at::Tensor& state, const at::Tensor& updated) {
+  if (!state.defined() || state.strides() == updated.strides()) return;
+  const MemoryScope scope(MemoryCategory::Optimizer);
+  const at::Tensor laid = at::empty_like(updated, state.options()).copy_(state);
+  state.set_data(laid);  // whoever keeps the tensor keeps it
 }
 
 std::vector<StateTensor> Optimizer::named_state(const std::string& state, const std::vector<at::Tensor>& tensors) const {

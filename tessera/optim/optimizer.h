@@ -144,6 +144,11 @@ class Optimizer {
   virtual bool by_rows() const { return false; }
   /// Throws ConfigError with the list of parameters that `counts` lacks, or that are not here.
   void require_counts_of_all(const std::map<std::string, int64_t>& counts) const;
+  /// Whether update() writes parameters by pointers, which no operator shows.
+  virtual bool writes_memory() const { return false; }
+  /// A program may give a parameter memory of other strides (set_data, torch::load): state that kernels walk beside it is laid as `updated` lies.
+  virtual void lay_state_like(size_t /*index*/, const at::Tensor& /*updated*/) {}
+  static void lay_like(at::Tensor& state, const at::Tensor& updated);
   virtual void counts_changed() {}        ///< after set_update_counts
   virtual void hold(size_t /*index*/) {}  ///< makes the state of this parameter, unless it is there
 
@@ -160,6 +165,7 @@ class Optimizer {
   std::vector<nn::NamedParameter> parameters_;  ///< of all groups, one after another
   std::vector<int64_t> counts_;                 ///< updates of each of parameters_
   std::vector<int64_t> counts_before_;          ///< the last step
+  std::vector<std::vector<int64_t>> shapes_;    ///< of each of parameters_, for which its state is
   bool terms_summed_ = false;                   ///< every parameter has had a gradient, and none of these was a rank's term
 };
 

@@ -72,6 +72,7 @@ class Rounded final : public Optimizer {
   }
 
   bool by_rows() const override { return true; }
+  bool writes_memory() const override { return true; }
 
   /// Only here it matters what a weight is: for a master that comes with its first update, as those of frozen weights and of paged state do, the weight stands.
   void hold(size_t index) override {

@@ -22,6 +22,9 @@ class Sgd : public Optimizer {
  private:
   void update(const Batch& batch) override;
   void hold(size_t index) override;
+  void lay_state_like(size_t index, const at::Tensor& updated) override {
+    if (!momentum_buffer_.empty()) lay_like(momentum_buffer_[index], updated);
+  }
 
   SgdOptions options_;
   std::vector<at::Tensor> momentum_buffer_;  ///< empty without momentum

@@ -129,7 +129,8 @@ void RecomputedCall::note_outputs(const nn::Values& outputs) {
                            .sizes = tensor.sizes().vec(),
                            .strides = tensor.strides().vec(),
                            .offset = tensor.storage_offset(),
-                           .dtype = tensor.scalar_type()});
+                           .dtype = tensor.scalar_type(),
+                           .version = nn::version_of(tensor)});
       return tensor;
     });
   }
@@ -140,7 +141,7 @@ std::optional<size_t> RecomputedCall::output_that_is(const at::Tensor& tensor) c
     const Output& one = returned_[i];
     const bool same = !one.storage.expired() && one.storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl() &&
                       tensor.sizes() == at::IntArrayRef(one.sizes) && tensor.strides() == at::IntArrayRef(one.strides) &&
-                      tensor.storage_offset() == one.offset && tensor.scalar_type() == one.dtype;
+                      tensor.storage_offset() == one.offset && tensor.scalar_type() == one.dtype && nn::version_of(tensor) == one.version;
     if (same) return i;
   }
   return std::nullopt;

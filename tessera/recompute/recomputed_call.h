@@ -43,7 +43,8 @@ class RecomputedCall : public std::enable_shared_from_this<RecomputedCall> {
     std::vector<int64_t> sizes, strides;
     int64_t offset;
     at::ScalarType dtype;
-    at::Tensor again{};  ///< computed again and not yet asked for
+    int64_t version = 0;  ///< when it was returned: what the program writes into it since, nobody would compute again
+    at::Tensor again{};   ///< computed again and not yet asked for
   };
 
   /// What the first forward pass saved, but for the values.

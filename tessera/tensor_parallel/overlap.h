@@ -53,6 +53,7 @@ struct Overlap {
   /// While PrepareInput's module runs: what was computed for its layers.
   struct Prepared {
     at::Tensor whole;
+    int64_t version = 0;  ///< when products were made of it
     std::map<const nn::Module*, at::Tensor> products;
     Prepared* outer;
   };

@@ -18,6 +18,10 @@ namespace tessera::tensor_parallel {
 at::Tensor Overlap::take(const nn::Module& layer, const at::Tensor& x) {
   for (Prepared* one = prepared; one != nullptr; one = one->outer) {
     if (!one->whole.is_same(x)) continue;
+    require(
+        nn::version_of(x) == one->version, "PrepareInput: '", layer.path(),
+        "' is given what was written in place after it was gathered, and its product was made before (tensor.overlap); write out of place, or take the layer "
+        "out of PrepareInput's layers");
     const auto found = one->products.find(&layer);
     return found == one->products.end() ? at::Tensor() : std::move(one->products.extract(found).mapped());
   }
@@ -53,7 +57,8 @@ class PrepareProducts : public nn::Interceptor {
  private:
   /// Prepared products can be taken while it lives.
   struct Scope {
-    Scope(Overlap& overlap, const at::Tensor& whole) : overlap(overlap), prepared{.whole = whole, .products = {}, .outer = overlap.prepared} {
+    Scope(Overlap& overlap, const at::Tensor& whole)
+        : overlap(overlap), prepared{.whole = whole, .version = nn::version_of(whole), .products = {}, .outer = overlap.prepared} {
       overlap.prepared = &prepared;
     }
     ~Scope() { overlap.prepared = prepared.outer; }

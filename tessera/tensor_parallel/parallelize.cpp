@@ -12,6 +12,7 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/adapter_names.h"
 #include "tessera/nn/along.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/calls.h"
@@ -277,8 +278,12 @@ class Builder {
 
   /// What stands beside a weight of which dimension `dim` is cut into `shares`.
   void cut_beside(const nn::LinearImpl& linear, int64_t dim, const std::vector<FeatureShare>& shares) {
-    for (const at::Tensor& parameter : linear.parameters(/*recurse=*/false)) {
+    for (const auto& item : linear.named_parameters(/*recurse=*/false)) {
+      const at::Tensor& parameter = item.value();
       const auto along = nn::along_of(parameter);
+      require(
+          along || !nn::is_adapter(item.key()), "parallelize_module: '", linear.path(), ".", item.key(),
+          "' does not know how it lies along its weight any more (set_data, or to() of another dtype or device, takes it away); call lora::attach behind them");
       if (!along) continue;
       if (along->of_weight != dim) {
         remember(parameter, everyone(/*is_term=*/true));

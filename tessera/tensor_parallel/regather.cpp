@@ -56,10 +56,11 @@ class Handle : public nn::SavedTensor {
 class Hooks : public nn::SavedTensorHooks {
  public:
   Hooks(std::shared_ptr<Context> context, const at::Tensor& part, const at::Tensor& whole)
-      : source_(std::make_shared<Source>(std::move(context), part)), storage_(whole.storage()), dtype_(whole.scalar_type()) {}
+      : source_(std::make_shared<Source>(std::move(context), part)), storage_(whole.storage()), dtype_(whole.scalar_type()), version_(nn::version_of(whole)) {}
 
   std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
     if (!tensor.has_storage() || !tensor.storage().is_alias_of(storage_) || tensor.scalar_type() != dtype_) return nullptr;
+    if (nn::version_of(tensor) != version_) return nullptr;  // written since: what is gathered again would be what was there before
     return std::make_unique<Handle>(source_, tensor);
   }
 
@@ -67,6 +68,7 @@ class Hooks : public nn::SavedTensorHooks {
   std::shared_ptr<Source> source_;
   at::Storage storage_;
   at::ScalarType dtype_;
+  int64_t version_;
 };
 
 }  // namespace

@@ -124,7 +124,10 @@ INSTANTIATE_TEST_SUITE_P(
                              {"remove_extra_whitespaces", "false"},
                              {"add_dummy_prefix", "false"},
                              {"user_defined_symbols", "e\n,\nthe,\n r"}},
-                            true}),
+                            true},
+                    Foreign{"identity_without_prefix",
+                            {{"model_type", "bpe"}, {"byte_fallback", "true"}, {"normalization_rule_name", "identity"}, {"add_dummy_prefix", "false"}},
+                            false}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

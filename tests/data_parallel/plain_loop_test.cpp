@@ -687,5 +687,37 @@ TEST(TreePlainLoop, HasTheBitsOfTheExplicitCalls) {
   for (const int ranks : {1, 2, 3}) EXPECT_TRUE(same_bits(run(true, ranks), expected)) << ranks;
 }
 
+TEST(TreePlainLoop, AGradientFromBeforeTheWrapperIsRefusedUntilItIsCleared) {
+  run_ranks(2, [](World& world) {
+    Net net;
+    const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+    backward(net, mine);
+    const TreeReduction tree(net, world.group(), {.num_micro_batches = 2});
+    EXPECT_THAT(refusal([&] { backward(net, mine); }), HasSubstr("has a gradient from before it was wrapped"));
+  });
+}
+
+TEST(TreePlainLoop, AnEmbeddingThatWritesItsRowsInForwardIsRefused) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Sequential net(torch::nn::Embedding(torch::nn::EmbeddingOptions(5, 3).max_norm(1.0)));
+    EXPECT_THAT(refusal([&] { const TreeReduction tree(*net, world.group(), {.num_micro_batches = 2}); }), HasSubstr("'0' is an embedding with max_norm"));
+  });
+}
+
+TEST(TreePlainLoop, WhatIsUnfrozenWithinARunIsRefused) {
+  run_ranks(2, [](World& world) {
+    Net net;
+    net.scale.set_requires_grad(false);
+    TreeReduction tree(net, world.group(), {.num_micro_batches = 4});
+    const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+    {
+      const Attachment local = tree.no_sync();
+      backward(net, mine);
+    }
+    net.scale.set_requires_grad(true);
+    EXPECT_THAT(refusal([&] { backward(net, mine); }), HasSubstr("'scale' was unfrozen within a step"));
+  });
+}
+
 }  // namespace
 }  // namespace tessera

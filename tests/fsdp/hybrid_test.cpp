@@ -53,5 +53,16 @@ TEST(FullyShardHybrid, GroupsThatShareRanksAreRefused) {
   });
 }
 
+/// With one shard a slice is the whole, so no shape tells.
+TEST(FullyShardHybrid, AGradientFromBeforeTheWrapperIsRefusedWithOneShardToo) {
+  run_ranks(2, [](World& world) {
+    DeepNet net;
+    const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+    loss_of(net(mine.x), mine.y, samples).backward();
+    const auto sharded = fully_shard(net, comm::Group::self(), {.replicate = world.group()});
+    EXPECT_THAT(refusal([&] { loss_of(net(mine.x), mine.y, samples).backward(); }), ::testing::HasSubstr("has met no other rank's"));
+  });
+}
+
 }  // namespace
 }  // namespace tessera

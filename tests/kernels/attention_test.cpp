@@ -84,5 +84,20 @@ TEST(Attention, RefusesHeadsThatCannotBeGrouped) {
   EXPECT_THAT(message_of<ConfigError>([&] { flash_attention(q, k, k, true); }), ::testing::HasSubstr("5 heads cannot be dealt over 2"));
 }
 
+/// Heads out of a convolution have a feature every so many elements.
+TEST(Attention, FeaturesNeedNotLieSideBySide) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    const auto strided = [&](uint64_t seed) { return random({2, 3, 8, 7}, dtype, seed).transpose(2, 3).requires_grad_(); };
+    const at::Tensor q = strided(1), k = strided(2), v = strided(3), weight = random({2, 3, 7, 8}, dtype, 4);
+    const auto plain = [](const at::Tensor& x) { return x.detach().contiguous().requires_grad_(); };
+    const at::Tensor q2 = plain(q), k2 = plain(k), v2 = plain(v);
+    const at::Tensor got = flash_attention(q, k, v, true, {}), want = flash_attention(q2, k2, v2, true, {});
+    EXPECT_TRUE(at::allclose(got, want, 1e-5, 1e-6)) << dtype;
+    (got * weight).sum().backward();
+    (want * weight).sum().backward();
+    for (const auto& [x, y] : {std::pair(q, q2), {k, k2}, {v, v2}}) EXPECT_TRUE(at::allclose(x.grad(), y.grad(), 1e-5, 1e-6)) << dtype;
+  }
+}
+
 }  // namespace
 }  // namespace tessera::kernels

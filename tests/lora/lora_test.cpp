@@ -117,7 +117,7 @@ TEST(Lora, DropsApartOnRanksThatAreSeededAlike) {
   parameter(*net, "first.lora_b").fill_(1);
   const at::Tensor x = at::randn({6, 5});
   const auto on_rank = [&](int64_t replica) {
-    nn::drop_apart(*net, replica);
+    nn::drop_apart(*net, replica, 2);
     torch::manual_seed(3);
     return net(x);
   };
@@ -209,7 +209,7 @@ TEST(Lora, DropsFromWhatLibtorchsLinearSees) {
   parameter(net, "first.lora_b").fill_(1);
   const at::Tensor x = at::randn({6, 5});
   const auto on_rank = [&](int64_t replica) {
-    nn::drop_apart(net, replica);
+    nn::drop_apart(net, replica, 2);
     torch::manual_seed(3);
     return net.forward(x);
   };
@@ -251,6 +251,40 @@ TEST(Lora, RefusesByName) {
   EXPECT_THAT(attach({"first"}, {"head.*"}), ThrowsMessage<ConfigError>(HasSubstr("'head.*' names no parameter")));
   EXPECT_THAT(attach({"first"}, {}, 0), ThrowsMessage<ConfigError>(HasSubstr("rank = 0")));
   EXPECT_THAT(attach({}), ThrowsMessage<ConfigError>(HasSubstr("no modules are named")));
+}
+
+at::Tensor filled(torch::nn::Module& module, const std::string& name) {
+  const torch::NoGradGuard no_grad;
+  return parameter(module, name).fill_(1);
+}
+
+TEST(Lora, AttachesAgainToWhatHasItsMatrices) {
+  for (const std::string layer : {"first", "plain"}) {
+    Net net;
+    const auto output = [&] { return layer == "first" ? net(at::ones({4, 5})) : net->plain(at::ones({4, 3})); };
+    const at::Tensor before = output();
+    auto adapted = lora::attach(*net, {.modules = {layer}});
+    filled(*net, layer + ".lora_b");
+    const at::Tensor with = output();
+    EXPECT_THAT([&] { adapted = lora::attach(*net, {.modules = {layer}}); },
+                ThrowsMessage<ConfigError>(HasSubstr("LoRA of '" + layer + "': it has adapters, and what attached them is alive")));
+    adapted.detach();
+    EXPECT_TRUE(at::equal(output(), before));
+    EXPECT_THAT([&] { adapted = lora::attach(*net, {.modules = {layer}, .rank = 2}); }, ThrowsMessage<ConfigError>(HasSubstr("its matrices are of rank 8")));
+    adapted = lora::attach(*net, {.modules = {layer, layer}});
+    EXPECT_TRUE(at::equal(output(), with)) << layer;
+    EXPECT_FALSE(at::equal(with, before));
+  }
+}
+
+TEST(Lora, ASecondCallForOtherLayersLeavesTheFirstOnesAsTheyWereTrained) {
+  Net net;
+  const auto first = lora::attach(*net, {.modules = {"first"}});
+  filled(*net, "first.lora_b");
+  const auto second = lora::attach(*net, {.modules = {"second"}});
+  EXPECT_EQ(parameter(*net, "first.lora_b").min().item<double>(), 1);
+  EXPECT_EQ(parameter(*net, "second.lora_b").abs().max().item<double>(), 0);
+  EXPECT_GT(parameter(*net, "second.lora_a").abs().max().item<double>(), 0);
 }
 
 }  // namespace

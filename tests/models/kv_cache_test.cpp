@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tests/models/tiny.h"
 
@@ -84,6 +85,38 @@ TEST_P(Caching, RefusesWhatDoesNotFit) {
   EXPECT_THROW(read(cache, at::zeros({1, 0}, at::kLong), 0), ConfigError);
   EXPECT_THROW(read(cache, at::zeros({1, 1}, at::kLong), 0, 1), InternalError);
   EXPECT_THROW(KvCache(*model, 1, 17), ConfigError);
+}
+
+TEST_P(Caching, WhatWasSkippedIsRefused) {
+  if (GetParam() == "mlp") return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor tokens = at::randint(37, {1, 6});
+  KvCache cache(*model);
+  read(cache, tokens.narrow(1, 0, 2), 0);
+  EXPECT_THROW(read(cache, tokens.narrow(1, 4, 1), 4), ConfigError) << "two between were never read";
+}
+
+/// Ranks that share a text's columns go back as one does.
+TEST(CachingOverRanks, WhatLiesBehindTheBeginningIsForgotten) {
+  for (const int ranks : {2, 3}) {
+    comm::run_ranks(ranks, [&](comm::World& world) {
+      const at::NoGradGuard no_grad;
+      const at::Tensor tokens = at::arange(6).unsqueeze(0);
+      const auto model = tiny_model(tiny_config("llama"));
+      int index = 0;
+      for (at::Tensor parameter : model->parameters()) parameter.copy_(at::sin(at::arange(parameter.numel()).view(parameter.sizes()) * 0.7 + ++index) * 0.5);
+      KvCache cache(*model, 1, 0, world.group());
+      const auto read = [&](int64_t at, int64_t token) {
+        const KvCache::Reading reading(cache, 0, at, 1);
+        const std::optional<at::Tensor> none;
+        return nn::call(*model, tokens.narrow(1, token, 1), none, reading.positions(at::kCPU), none, true).select(1, 0);
+      };
+      for (int64_t at = 0; at < 4; ++at) read(at, at);
+      const at::Tensor got = read(2, 5);  // another third token
+      const at::Tensor want = model->logits(at::cat({tokens.narrow(1, 0, 2), tokens.narrow(1, 5, 1)}, 1)).select(1, 2);
+      EXPECT_TRUE(at::allclose(got, want, 1e-4, 1e-4)) << ranks;
+    });
+  }
 }
 
 }  // namespace

@@ -4,8 +4,11 @@
 #include <random>
 
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
+#include "tessera/core/error.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/attention.h"
@@ -286,6 +289,36 @@ TEST(SlidingWindows, HoldNothingOfTheSizeOfAllScores) {
   }
   // Scores would be 32 MiB; q is 64 KiB, and of such there are some copies, beside a thread's tile.
   EXPECT_LE(tracker.peak(), 2 << 20);
+}
+
+TEST(MaskedAttention, ASecondDerivativeIsRefused) {
+  const at::Tensor q = normal({1, 4, 2, 3}, 1).requires_grad_(), k = normal({1, 4, 2, 3}, 2), visible = at::ones({4, 4}, at::kBool).tril().view({1, 1, 4, 4});
+  const at::Tensor slope = torch::autograd::grad({masked_attention(q, k, k, visible).square().sum()}, {q}, {}, true, /*create_graph=*/true)[0];
+  EXPECT_THAT([&] { slope.square().sum().backward(); }, ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("attention over a mask")));
+}
+
+/// Tiles are merged in fp32, and doubles are not.
+TEST(TiledAttention, OfDoublesIsTheMaskInDouble) {
+  const at::Tensor q = normal({2, 9, 4, 8}, 1).to(at::kDouble), k = normal({2, 9, 2, 8}, 2).to(at::kDouble), v = normal({2, 9, 2, 8}, 3).to(at::kDouble);
+  const at::Tensor documents = at::tensor({0, 0, 0, 1, 1, 1, 2, 2, 2}, at::kLong).unsqueeze(0).expand({2, 9}).contiguous(), places = at::arange(9);
+  AttentionCore core(AttentionReach{.causal = true});
+  const at::Tensor got = core(q, k, v, std::nullopt, documents);
+  const auto heads = [](const at::Tensor& x) { return x.transpose(1, 2).repeat_interleave(4 / x.size(2), 1); };
+  const at::Tensor hidden =
+      (places.unsqueeze(1).ge(places.unsqueeze(0)).unsqueeze(0).bitwise_and(documents.unsqueeze(2).eq(documents.unsqueeze(1)))).unsqueeze(1).logical_not();
+  const at::Tensor scores = (at::matmul(heads(q), heads(k).transpose(-2, -1)) / std::sqrt(8.0)).masked_fill(hidden, -1e300);
+  const at::Tensor want = at::matmul(at::softmax(scores, -1), heads(v)).transpose(1, 2);
+  EXPECT_LE((got - want).abs().max().item<double>(), 1e-14);
+}
+
+TEST(TiledAttention, FeaturesNeedNotLieSideBySide) {
+  const at::Tensor x = normal({2, 24, 7}, 1), q = x.unflatten(1, {3, 8}).permute({0, 3, 1, 2}),
+                   documents = at::tensor({0, 0, 1, 1, 1, 2, 2}, at::kLong).unsqueeze(0).expand({2, 7});
+  AttentionCore core(AttentionReach{.causal = true});
+  for (const std::optional<at::Tensor>& packed : {std::optional<at::Tensor>(), std::optional(documents.contiguous())}) {
+    const at::Tensor rows = q.contiguous();
+    EXPECT_LE(worst(core(q, q, q, std::nullopt, packed), core(rows, rows, rows, std::nullopt, packed)), 1e-6);
+  }
 }
 
 }  // namespace

@@ -234,5 +234,28 @@ TEST(OffloadActivations, RefusesWhatItCannotDo) {
   EXPECT_THAT(refused(nowhere), AllOf(HasSubstr("offload.dir = /proc/none"), HasSubstr("a folder that can be written")));
 }
 
+struct ImaginaryImpl : nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return at::imag(at::complex(x, 2 * x).conj()) * weight; }  // a view that negates what it shows
+  at::Tensor weight = register_parameter("weight", at::full({8}, 0.5));
+};
+TESSERA_MODULE(Imaginary);
+
+TEST(OffloadActivations, ViewsThatNegateComeBackAsTheyWere) {
+  if (!test_device().is_cpu()) GTEST_SKIP() << "complex views of a device are libtorch's";
+  torch::nn::Module root("Root");
+  Imaginary module;
+  const auto layers = root.register_module("layers", std::make_shared<torch::nn::Module>());
+  layers->register_module("0", module.ptr());
+  nn::assign_paths(root);
+  const auto gradient = [&] {
+    module->zero_grad();
+    module(at::arange(16, at::kFloat).view({2, 8})).pow(2).sum().backward();
+    return module->weight.grad().clone();
+  };
+  const at::Tensor plain = gradient();
+  const auto moved = offload_activations(root, test_device(), everything());
+  EXPECT_TRUE(at::equal(gradient(), plain)) << plain;
+}
+
 }  // namespace
 }  // namespace tessera

@@ -346,5 +346,53 @@ TEST(Optimizer, RefusesWhatItCannotDo) {
               testing::ThrowsMessage<ConfigError>(testing::AllOf(testing::HasSubstr("missing p0"), testing::HasSubstr("unknown other"))));
 }
 
+/// State lies as the numbers do that it is of, so that it goes on under whoever has them in rows.
+TEST_P(EveryOptimizer, StateOfAParameterOfOtherStridesIsItsOwn) {
+  const at::Tensor values = at::randn({4, 6});
+  const std::vector<nn::NamedParameter> ours{{"p0", values.t().contiguous().t().requires_grad_(), {}}}, rows{{"p0", values.clone().requires_grad_(), {}}};
+  const auto a = make_optimizer(config_of(GetParam()), ours), b = make_optimizer(config_of(GetParam()), rows);
+  for (int step = 1; step <= 3; ++step) {
+    draw_gradients(ours, step);
+    rows[0].tensor.mutable_grad() = ours[0].tensor.grad().contiguous();
+    a->step(0.1);
+    b->step(0.1);
+  }
+  EXPECT_TRUE(at::allclose(ours[0].tensor, rows[0].tensor, 1e-5, 1e-6));
+  const auto mine = a->state(), want = b->state();
+  ASSERT_EQ(mine.size(), want.size());
+  for (size_t i = 0; i < want.size(); ++i) EXPECT_TRUE(at::allclose(mine[i].tensor, want[i].tensor, 1e-5, 1e-7)) << want[i].state;
+}
+
+/// torch::load of a file, or set_data, may give a parameter memory of other strides.
+TEST_P(EveryOptimizer, FollowsAParameterThatIsGivenOtherStrides) {
+  const auto ours = make_parameters({{4, 6}}), plain = make_parameters({{4, 6}});
+  const auto optimizer = make_optimizer(config_of(GetParam()), ours), reference = make_optimizer(config_of(GetParam()), plain);
+  for (int step = 0; step < 6; ++step) {
+    if (step == 3) {
+      at::Tensor tensor = ours[0].tensor;
+      tensor.set_data(tensor.detach().t().contiguous().t());
+    }
+    draw_gradients(ours, step);
+    draw_gradients(plain, step);
+    optimizer->step(0.05);
+    reference->step(0.05);
+  }
+  EXPECT_TRUE(at::allclose(ours[0].tensor, plain[0].tensor, 1e-5, 1e-6)) << ours[0].tensor << plain[0].tensor;
+}
+
+TEST_P(EveryOptimizer, RefusesAParameterThatHasAnotherSizeByNow) {
+  for (const std::vector<int64_t>& now : {std::vector<int64_t>{7, 6}, {2, 6}}) {
+    const auto parameters = make_parameters({{4, 6}});
+    const auto optimizer = make_optimizer(config_of(GetParam()), parameters);
+    draw_gradients(parameters, 1);
+    optimizer->step(0.1);
+    at::Tensor tensor = parameters[0].tensor;
+    tensor.mutable_grad() = at::Tensor();
+    tensor.set_data(at::ones(now));
+    draw_gradients(parameters, 2);
+    EXPECT_THAT([&] { optimizer->step(0.1); }, testing::ThrowsMessage<ConfigError>(testing::HasSubstr("'p0' has the shape ")));
+  }
+}
+
 }  // namespace
 }  // namespace tessera::optim

@@ -155,5 +155,33 @@ TEST(SplitModules, ASplitInsideLooksIntoTheModule) {
               HasSubstr("has made of what an operator gave; a torch::autograd::Function is no operator"));
 }
 
+struct DrawnImpl : nn::Module {
+  at::Tensor forward(int64_t rows) { return torch::randn({rows, 4}); }
+};
+TESSERA_MODULE(Drawn);
+
+struct NoisyImpl : nn::Module {
+  NoisyImpl() : a(4, 4), b(4, 4) {
+    register_module("noise", noise);
+    register_module("a", a);
+    register_module("b", b);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor noise_of_pass = noise(x.size(0));
+    return b(a(x) + noise_of_pass) - noise_of_pass;
+  }
+  Drawn noise;
+  torch::nn::Linear a, b;
+};
+TESSERA_MODULE(Noisy);
+
+/// Made again by another stage it would be other noise.
+TEST(SplitModules, WhatAModuleDrawsCrosses) {
+  Noisy model;
+  nn::assign_paths(*model);
+  const auto split = pipeline::split(model, {torch::ones({3, 4})}, {{"b", Beginning}});
+  EXPECT_EQ(split.crossings().size(), 2u);
+}
+
 }  // namespace
 }  // namespace tessera

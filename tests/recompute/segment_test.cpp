@@ -69,6 +69,33 @@ TEST(RecomputeSegments, AnInputThatIsNoOutputOfTheModuleBeforeIsKept) {
   for (size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(at::equal(found[i], plain[i])) << i;
 }
 
+TEST(RecomputeSegments, AnOutputThatIsWrittenInPlaceBeforeTheNextModuleIsKept) {
+  struct WrittenImpl : NetImpl {
+    WrittenImpl() : NetImpl(4) {}
+    at::Tensor forward(const at::Tensor& x) {
+      at::Tensor h = x;
+      for (size_t i = 0; i < layers.size(); ++i) {
+        if (i == 2) h.mul_(2);
+        h = layers[i](h);
+      }
+      return h;
+    }
+  };
+  WrittenImpl net;
+  const auto pass = [&] {
+    net.zero_grad();
+    nn::SampleScope sample({.seed = 5, .step = 2});
+    net.forward(input()).pow(2).sum().backward();
+    std::vector<at::Tensor> gradients;
+    for (const auto& parameter : net.parameters()) gradients.push_back(parameter.grad().clone());
+    return gradients;
+  };
+  const auto plain = pass();
+  const auto again = recompute(net, {.segment = 4});
+  const auto found = pass();
+  for (size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(at::equal(found[i], plain[i])) << i;
+}
+
 TEST(RecomputeSegments, PassesThatAreAliveTogetherAndGraphsThatAreKept) {
   Net net(5);
   const auto pass = [&] {

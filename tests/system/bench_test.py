@@ -59,6 +59,8 @@ class Bench(unittest.TestCase):
         self.assertEqual(names("vocab bf16", True), ["vocab bf16"])
         self.assertEqual(names("parts", False), ["parts"])
         self.assertEqual(names("nothing", False), [])
+        self.assertEqual(names("matmul bf16", False), ["matmul bf16"], "a whole name stands for itself")
+        self.assertEqual(names("vocab fp32 x2, optim,matmul b", False), ["vocab fp32 x2", "matmul bf16", "matmul bf16 recompute", "optimizers"])
         everything = names(None, False)
         self.assertEqual(sorted(everything), sorted(plan.names()))
         self.assertEqual(everything[-1], "parts", "they take minutes, and nobody waits for them")

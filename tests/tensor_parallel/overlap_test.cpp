@@ -20,6 +20,7 @@
 #include "tessera/nn/weight_gradients.h"
 #include "tessera/tensor_parallel/overlap_ring.h"
 #include "tests/late_sends.h"
+#include "tests/refusal.h"
 #include "tests/test_device.h"
 
 namespace tessera {
@@ -447,6 +448,36 @@ TEST(Overlap, LayersThatDoNotTakeWhatIsPreparedAreRefused) {
       EXPECT_THAT(error.what(), HasSubstr("'inner.idle' takes what is prepared, and in this call"));
     }
   });
+}
+
+/// What a module writes into the gathered input before a layer takes it is no part of what is gathered again for backward, nor of a product that was made in
+/// front.
+TEST(Overlap, AGatheredInputThatIsWrittenInPlaceIsKept) {
+  const auto make = [] {
+    TokenNet net = on_meta([] { return TokenNet(); });
+    for (Gated& gated : net->gated) gated->writes = true;
+    return net;
+  };
+  const Sample batch = sample(2, 7, 29);
+  TokenNet one = make();
+  materialize(one, 7, testing_support::test_device());
+  forward_backward(one, batch);
+  Tensors gradients;
+  for (const auto& parameter : nn::unique_parameters(*one)) gradients[parameter.name] = parameter.tensor.grad();
+  for (const bool overlap : {false, true}) {
+    run_ranks(2, [&](World& world) {
+      TokenNet net = make();
+      const auto tensor = parallelize_module(net, world.group(), token_net_plan(true), overlap ? kOverlap : TensorParallelOptions{});
+      materialize(net, 7, testing_support::test_device());
+      if (overlap) {
+        EXPECT_THAT(testing_support::refusal([&] { forward_backward(net, batch); }), HasSubstr("is given what was written in place after it was gathered"));
+        return;
+      }
+      forward_backward(net, batch);
+      nn::sum_terms(tensor->group(), nn::unique_parameters(*net));
+      EXPECT_LT(difference_from(*net, gradients), 1e-5);
+    });
+  }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "support.h"
 #include "tessera/comm/backends/record.h"
@@ -160,6 +161,18 @@ TEST(VocabularyHeads, EvaluationIsThePlainCrossEntropy) {
     net->eval();
     EXPECT_EQ(net->head->loss_sum(hidden, batch.labels).item<double>(), plain);
     EXPECT_THROW(net->head->set_loss({.label_smoothing = -1}), ConfigError);
+  });
+}
+
+/// Ranks meet in numbers: what others hold has no derivative.
+TEST(VocabularyHeads, ASecondDerivativeOfThePlainLossIsRefused) {
+  run_ranks(2, [](World& world) {
+    const kernels::KernelChoiceGuard reference(kernels::KernelChoice::Reference);
+    const auto net = std::make_shared<VocabularyNet>();
+    const auto tensor = parallelize_module(*net, world.group(), {{"head", VocabParallelHead{}}}, {.replicas = ReplicaStart::Broadcast});
+    const at::Tensor h = at::ones({2, 3, kHidden}).requires_grad_(), labels = at::ones({2, 3}, at::kLong);
+    const at::Tensor slope = torch::autograd::grad({net->head->loss_sum(h, labels)}, {h}, {}, true, /*create_graph=*/true)[0];
+    EXPECT_THAT(refusal([&] { slope.square().sum().backward(); }), ::testing::HasSubstr("the loss over a vocabulary that is cut"));
   });
 }
 

@@ -2,12 +2,14 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
@@ -15,6 +17,8 @@
 #include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/models/mixture.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/dropout.h"
+#include "tessera/nn/experts.h"
 #include "tessera/nn/meta.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/clip_grad_norm.h"
@@ -434,6 +438,32 @@ TEST(DisjointWrappers, UnshardTheModelTogether) {
     unshard(net);
     EXPECT_TRUE(same_bits(values_of(net), values_of(whole)));
   });
+}
+
+/// The wrapper of the experts has fewer ranks, and knows nothing of whose tokens are dropped.
+TEST(DisjointWrappers, TheExpertsWrapperLeavesDropoutOfDataRanksApart) {
+  for (const std::string technique : {"ddp", "zero1", "fsdp"}) {
+    std::mutex one_at_a_time;  // ranks are threads, and share libtorch's generator
+    std::vector<at::Tensor> dropped(2);
+    run_ranks(2, [&](World& world) {
+      const auto owned = std::make_shared<torch::nn::Module>("Root");
+      torch::nn::Module& root = *owned;
+      nn::GroupedExperts experts(2, 12, 8, 0.02, 0.02);
+      nn::Dropout drop(0.5);
+      torch::nn::Linear dense(12, 12);
+      root.register_module("experts", experts);
+      root.register_module("drop", drop);
+      root.register_module("dense", dense);
+      fill_parameters(root);
+      nn::assign_paths(root);
+      const auto all = wrap_by(technique, root, {.shard = world.group()}, {.only = experts_of(root, false)});
+      const auto of_experts = wrap_by(technique, root, {.shard = comm::Group::self()}, {.only = experts_of(root, true)});
+      const std::lock_guard lock(one_at_a_time);
+      torch::manual_seed(3);
+      dropped[static_cast<size_t>(world.rank())] = drop(at::ones({4, 32}));
+    });
+    EXPECT_FALSE(at::equal(dropped[0], dropped[1])) << technique;
+  }
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 
 #include <c10/core/GradMode.h>
 #include <gtest/gtest.h>
+#include <torch/optim/sgd.h>
 
 #include "tessera/checkpoint/torch_optimizer.h"
 #include "tessera/comm/testing.h"
@@ -186,6 +187,80 @@ TEST(HostCopies, ADelayedUpdateGoesOnFromWhatIsLoaded) {
       },
       true);
   std::filesystem::remove_all(folder);
+}
+
+/// HostGradients around a wrapper of that name, in steps that say what they are of.
+struct Streamed {
+  Streamed(Net& net, World& world, bool zero) {
+    std::unique_ptr<GradientSynchronizer> inner;
+    if (zero) {
+      inner = std::make_unique<ShardedDataParallel>(net, ShardGroups{.shard = world.group()}, ZeroOptions{.stage = 2, .relay = sums});
+    } else {
+      inner = std::make_unique<DistributedDataParallel>(net, world.group(), DdpOptions{.relay = sums});
+    }
+    const auto updated = inner->updated();
+    host = std::make_unique<HostGradients>(std::move(inner), updated, sums);
+  }
+  void step(Net& net, World& world, int step) {
+    const MicroBatchPosition only{.index = world.rank(), .last = true};
+    host->begin_step();
+    host->before_micro_batch(only);
+    pass(net, world, step);
+    host->after_micro_batch(only);
+    host->finish();
+  }
+  std::shared_ptr<HostSums> sums = std::make_shared<HostSums>(at::kCPU, int64_t{1} << 20);
+  std::unique_ptr<HostGradients> host;
+};
+
+/// The model's gradients are those on the host: its norm, and what an optimizer of the model updates.
+TEST(HostCopies, TheModelsNormAndUpdateAreThoseOnTheHost) {
+  for (const int ranks : {1, 2, 3}) {
+    for (const bool zero : {false, true}) {
+      for (const bool frozen : {false, true}) {
+        run_ranks(ranks, [&](World& world) {
+          Net net;
+          if (frozen) net.scale.set_requires_grad(false);
+          Streamed streamed(net, world, zero);
+          streamed.step(net, world, 0);
+          const double by_wrapper = clip_grad_norm(*streamed.host, 1e9).item<double>();
+          EXPECT_GT(by_wrapper, 0);
+          EXPECT_EQ(clip_grad_norm(net, 1e9).item<double>(), by_wrapper);
+          const at::Tensor before = net.last->weight.detach().clone();
+          auto optimizer = zero_optimizer(net, adamw_of);
+          optimizer.step(1e-2);
+          EXPECT_FALSE(at::equal(net.last->weight, before)) << ranks << " ranks, zero " << zero;
+        });
+      }
+    }
+  }
+}
+
+TEST(HostCopies, APlainLoopIsRefusedOnOneRankToo) {
+  for (const int ranks : {1, 2}) {
+    run_ranks(ranks, [&](World& world) {
+      Net net;
+      const Streamed streamed(net, world, /*zero=*/false);
+      EXPECT_THROW(pass(net, world, 0), ConfigError) << ranks;
+    });
+  }
+}
+
+/// libtorch's SGD writes behind the version counter: that there was a gradient tells.
+TEST(HostCopies, AnUpdateWhoseGradientsWereClearedComesBack) {
+  run_ranks(2, [](World& world) {
+    Net net;
+    Streamed streamed(net, world, /*zero=*/true);
+    std::vector<at::Tensor> copies;
+    for (const auto& copy : streamed.host->updated()) copies.push_back(copy.tensor);
+    torch::optim::SGD sgd(copies, torch::optim::SGDOptions(0.1));
+    const at::Tensor before = net.last->weight.detach().clone();
+    streamed.step(net, world, 0);
+    sgd.step();
+    sgd.zero_grad();
+    streamed.host->after_update();
+    EXPECT_FALSE(at::equal(net.last->weight, before));
+  });
 }
 
 }  // namespace

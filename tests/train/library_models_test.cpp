@@ -9,6 +9,7 @@
 #include "tessera/checkpoint/torch_optimizer.h"
 #include "tessera/comm/testing.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/data_parallel/tree_reduction.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
@@ -274,7 +275,7 @@ struct Dropping : torch::nn::Module {
 };
 
 TEST(LibraryModels, RanksOfEveryWrapperDropApartThoughTheyAreSeededAlike) {
-  for (const std::string wrapper : {"ddp", "zero", "fsdp"}) {
+  for (const std::string wrapper : {"ddp", "zero", "fsdp", "tree"}) {
     std::mutex one_at_a_time;  // ranks are threads, and share libtorch's generator
     std::vector<at::Tensor> dropped(2);
     run_ranks(2, [&](World& world) {
@@ -283,6 +284,7 @@ TEST(LibraryModels, RanksOfEveryWrapperDropApartThoughTheyAreSeededAlike) {
       if (wrapper == "ddp") wrapped = std::make_unique<DistributedDataParallel>(model, world.group());
       if (wrapper == "zero") wrapped = std::make_unique<ShardedDataParallel>(model, ShardGroups{.shard = world.group()});
       if (wrapper == "fsdp") wrapped = fully_shard(model, world.group());
+      if (wrapper == "tree") wrapped = std::make_unique<TreeReduction>(model, world.group(), TreeReductionOptions{.num_micro_batches = 2});
       EXPECT_EQ(model.dropout->path(), "dropout");
       const std::lock_guard lock(one_at_a_time);
       torch::manual_seed(3);

@@ -629,6 +629,22 @@ TEST(OwnLoops, WhatIsInFewBitsIsNeitherAdaptedNorCut) {
   });
 }
 
+/// How adapters lie along a weight goes with their dtype; cut by guess, ranks would part.
+TEST(OwnLoops, AdaptersThatWereCastAreNotCut) {
+  run_ranks(2, [](World& world) {
+    tessera::nn::Linear linear(8, 8);
+    const auto net = std::make_shared<torch::nn::Module>("net");
+    net->register_module("layer", linear);
+    const auto adapted = tessera::lora::attach(*net, {.modules = {"layer"}});
+    net->to(at::kBFloat16);
+    EXPECT_THAT(tessera::testing_support::refusal([&] {
+                  (void)tessera::parallelize_module(*net, world.group(), {{"layer", tessera::ColumnParallel{}}},
+                                                    {.replicas = tessera::ReplicaStart::Broadcast});
+                }),
+                ::testing::HasSubstr("'layer.lora_a' does not know how it lies along its weight any more"));
+  });
+}
+
 TEST(OwnLoops, ThePagesShowWhatIsCompiled) {
   for (const std::string page : {"optimizers", "memory", "precision", "lora"}) {
     tessera::testing_support::expect_page_shows(page + ".md", "tests/train/own_loops_test.cpp", page + ": ");

@@ -284,5 +284,31 @@ TEST(SplitTied, PartsWithoutTheRanksThatHaveTheOthersAreRefusedOnAll) {
   });
 }
 
+/// DDP sets aside what a parameter has before a pass, and adds it again behind it: the sum of before is in there as anywhere.
+TEST(SplitTied, AddingToASharedWeightsSumUnderDdpIsRefused) {
+  comm::run_ranks(4,
+                  [](comm::World& world) {
+                    const Mesh mesh(world, {{"dp", 2}, {"pp", 2}});
+                    const auto data = mesh["dp"], pipe = mesh["pp"];
+                    const TiedLayout layout{.how = "ddp"};
+                    auto model = on_meta(layout.build());
+                    const auto split = pipeline::split(model, {tokens_of(0)}, layout.splits());
+                    const auto plan = schedules::one_f_one_b(2, kTiedMicroBatches);
+                    const auto own = split.module(pipe.rank());
+                    materialize(*own, 5);
+                    const DistributedDataParallel ddp(*own, data, DdpOptions{.find_unused_parameters = true});
+                    pipeline::TracedStage stage(
+                        split, pipe.rank(), [&](int i) { return std::vector<at::Tensor>{tokens_of(2 * i + data.rank())}; },
+                        [&](int i, const std::vector<at::Tensor>& outputs) { return loss_of_tokens(outputs[0], 2 * i + data.rank()); });
+                    pipeline::Executor executor(plan, split.crossings(), {{pipe.rank(), &stage}}, {.ranks = pipe});
+                    executor.run();
+                    pipeline::sum_shared_gradients(split, plan, pipe);
+                    executor.run();
+                    EXPECT_THAT(testing_support::refusal([&] { pipeline::sum_shared_gradients(split, plan, pipe); }),
+                                ::testing::HasSubstr("has had more from backward passes since"));
+                  },
+                  {.timeout = std::chrono::seconds(30)});
+}
+
 }  // namespace
 }  // namespace tessera

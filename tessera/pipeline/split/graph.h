@@ -73,6 +73,7 @@ struct Node {
   /// Whose history, as autograd keeps it, goes through it from then on: of what it writes into, the values that are or show the same memory as views.
   std::vector<int> rebased{};
   bool grad_mode = true;
+  bool draws = false;  ///< of a module that is called: random numbers
 };
 
 /// When a module was entered and left: nodes [begin, end).

@@ -14,6 +14,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/pipeline/split/known_tensors.h"
@@ -106,6 +107,7 @@ class Recorder final : public nn::OperatorWatcher {
     const auto& schema = op.schema();
     const size_t first = stack.size() - schema.arguments().size();
     if (inside_ != nullptr) {
+      inside_->draws |= op.hasTag(at::Tag::nondeterministic_seeded);
       if (is_host_read(op.schema().name())) {
         const at::ScalarType dtype = stack[first].toTensor().scalar_type();
         torch::jit::drop(stack, stack.size() - first);
@@ -138,6 +140,7 @@ class Recorder final : public nn::OperatorWatcher {
     if (inside_ != nullptr) return next(std::move(inputs));
     where_.op = "the call of '" + path + "' (" + short_name(module.name()) + ")";
     Node node{.call = next.recall(), .name = short_name(module.name()), .path = path, .grad_mode = at::GradMode::is_enabled()};
+    module.apply([&](const torch::nn::Module& inner) { node.draws |= dynamic_cast<const nn::DrawsMasks*>(&inner) != nullptr; });
     std::optional<nn::Unwatched> our_own(std::in_place);
     for (const c10::IValue& value : inputs) {
       require(!value.isCapsule() && !value.isObject(), "pipeline: ", where_.text(),

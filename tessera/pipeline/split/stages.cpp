@@ -106,7 +106,7 @@ class Planner {
     free_.assign(graph_.values.size(), false);
     for (int i = 0; i < graph_.size(); ++i) {
       const Node& node = graph_.nodes[static_cast<size_t>(i)];
-      bool is_free = node.writes.empty() && node.state.empty() && !(node.op && node.op->hasTag(at::Tag::nondeterministic_seeded));
+      bool is_free = node.writes.empty() && node.state.empty() && !node.draws && !(node.op && node.op->hasTag(at::Tag::nondeterministic_seeded));
       for_each_use(node, [&](int v) { is_free &= free_[static_cast<size_t>(v)] || (value(v).kind == Value::Kind::Constant && is_unwritten(v)); });
       for_each_result(node, [&](int v) { is_free &= value(v).maker == i && is_unwritten(v) && !value(v).last_form().requires_grad; });
       for_each_result(node, [&](int v) { free_[static_cast<size_t>(v)] = is_free; });

@@ -18,7 +18,7 @@ void SummedGradients::note(const std::string& name, const at::Tensor& parameter)
   auto& noted = noted_[name];
   if (!noted) {
     noted = std::make_shared<Noted>();
-    listening_[name] = nn::GradientDispatcher::of(parameter).listen_arriving([known = std::weak_ptr(noted)](const at::Tensor& parameter) {
+    listening_[name] = nn::GradientDispatcher::of(parameter).watch_arriving([known = std::weak_ptr(noted)](const at::Tensor& parameter) {
       const auto noted = known.lock();
       if (!noted || noted->arrived) return;
       noted->arrived = true;
