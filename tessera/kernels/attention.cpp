@@ -38,16 +38,16 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
 
 at::Tensor wide(const at::Tensor& tensor) { return tensor.to(at::kFloat); }
 
+/// Kernels that are called by name take each token's features for consecutive; the public operator would not choose them for others.
+bool has_rows(const at::Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 || x.numel() == 0; }
+at::Tensor with_rows(const at::Tensor& x) { return has_rows(x) ? x : x.contiguous(); }
+
 /// No query gives nothing, a query without keys zeros. The fused forward divides by how many of its tiles there are.
 bool is_empty(const at::Tensor& q, const at::Tensor& k) { return q.size(1) == 0 || q.size(2) == 0 || k.size(2) == 0; }
 
-/// The kernel takes each token's features for consecutive; the public operator would not choose it for others.
-at::Tensor with_rows(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
-
 // By name: on meta the public operator decomposes into the unfused form, whose memory is another.
 AttentionOutput cpu_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
-  auto [output, log_sum_exp] =
-      at::_scaled_dot_product_flash_attention_for_cpu(with_rows(q), with_rows(k), with_rows(v), /*dropout_p=*/0, causal, /*attn_mask=*/{}, scale);
+  auto [output, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, /*dropout_p=*/0, causal, /*attn_mask=*/{}, scale);
   return {output, log_sum_exp};
 }
 
@@ -58,8 +58,8 @@ AttentionOutput widened_forward(const at::Tensor& q, const at::Tensor& k, const 
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cpu_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                             const AttentionOutput& forward, bool causal, std::optional<double> scale) {
-  return at::_scaled_dot_product_flash_attention_for_cpu_backward(with_rows(grad_output), with_rows(q), with_rows(k), with_rows(v), forward.output,
-                                                                  forward.log_sum_exp, /*dropout_p=*/0, causal, /*attn_mask=*/{}, scale);
+  return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad_output, q, k, v, forward.output, forward.log_sum_exp, /*dropout_p=*/0, causal,
+                                                                  /*attn_mask=*/{}, scale);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> widened_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -124,6 +124,7 @@ struct WidenedAttention : AutogradFunction<WidenedAttention> {
 
 at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
   check(q, k, v);
+  if (!has_rows(q) || !has_rows(k) || !has_rows(v)) return flash_attention(with_rows(q), with_rows(k), with_rows(v), causal, scale);
   if (is_emulated_half(q) && is_widened(q)) return flash_attention(q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat), causal, scale).to(at::kHalf);
   if (takes_reference(Kernel::attention)) return reference::attention(q, k, v, causal, scale);
   if (q.is_cuda() || is_empty(q, k)) {
@@ -135,6 +136,7 @@ at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::T
 
 AttentionOutput flash_attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
   check(q, k, v);
+  if (!has_rows(q) || !has_rows(k) || !has_rows(v)) return flash_attention_forward(with_rows(q), with_rows(k), with_rows(v), causal, scale);
   const at::NoGradGuard no_grad;
   if (is_empty(q, k)) {
     const at::Tensor none = at::full({q.size(0), q.size(1), q.size(2)}, -std::numeric_limits<double>::infinity(), q.options().dtype(at::kFloat));
@@ -147,6 +149,9 @@ AttentionOutput flash_attention_forward(const at::Tensor& q, const at::Tensor& k
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k,
                                                                         const at::Tensor& v, const AttentionOutput& forward, bool causal,
                                                                         std::optional<double> scale) {
+  if (!has_rows(grad_output) || !has_rows(q) || !has_rows(k) || !has_rows(v)) {
+    return flash_attention_backward(with_rows(grad_output), with_rows(q), with_rows(k), with_rows(v), forward, causal, scale);
+  }
   const at::NoGradGuard no_grad;
   if (q.is_cuda()) return cuda_backward(grad_output, q, k, v, forward, causal, scale);
   return is_widened(q) ? widened_backward(grad_output, q, k, v, forward, causal, scale) : cpu_backward(grad_output, q, k, v, forward, causal, scale);

@@ -101,15 +101,16 @@ TEST(CachingOverRanks, WhatLiesBehindTheBeginningIsForgotten) {
   for (const int ranks : {2, 3}) {
     comm::run_ranks(ranks, [&](comm::World& world) {
       const at::NoGradGuard no_grad;
-      const at::Tensor tokens = at::arange(6).unsqueeze(0);
+      const at::Tensor tokens = at::arange(6, at::kLong).unsqueeze(0);
       const auto model = tiny_model(tiny_config("llama"));
       int index = 0;
-      for (at::Tensor parameter : model->parameters()) parameter.copy_(at::sin(at::arange(parameter.numel()).view(parameter.sizes()) * 0.7 + ++index) * 0.5);
+      for (at::Tensor parameter : model->parameters())
+        parameter.copy_(at::sin(at::arange(parameter.numel(), parameter.options()).view(parameter.sizes()) * 0.7 + ++index) * 0.5);
       KvCache cache(*model, 1, 0, world.group());
       const auto read = [&](int64_t at, int64_t token) {
         const KvCache::Reading reading(cache, 0, at, 1);
         const std::optional<at::Tensor> none;
-        return nn::call(*model, tokens.narrow(1, token, 1), none, reading.positions(at::kCPU), none, true).select(1, 0);
+        return nn::call(*model, tokens.narrow(1, token, 1), none, reading.positions(tokens.device()), none, true).select(1, 0);
       };
       for (int64_t at = 0; at < 4; ++at) read(at, at);
       const at::Tensor got = read(2, 5);  // another third token
