@@ -55,10 +55,11 @@ class Printer {
  public:
   struct Text {
     std::string title, prompt;
+    std::optional<int32_t> last{};  ///< of the prompt's ids
   };
   Printer(const data::Tokenizer& tokenizer, std::vector<Text> texts, int64_t max_tokens, std::optional<int64_t> end_of_text)
       : tokenizer_(tokenizer), max_tokens_(max_tokens), end_of_text_(end_of_text) {
-    for (const Text& text : texts) texts_.push_back({.waiting = (texts.size() > 1 ? text.title + "\n" : "") + text.prompt});
+    for (const Text& text : texts) texts_.push_back({.waiting = (texts.size() > 1 ? text.title + "\n" : "") + text.prompt, .last = text.last});
     write();
   }
 
@@ -66,15 +67,16 @@ class Printer {
     Made& text = texts_[number];
     text.ended = ++text.tokens == max_tokens_ || token == end_of_text_;
     if (token < tokenizer_.vocab_size()) {  // ids that the model has beyond the tokenizer's stand for nothing
-      const int32_t id = static_cast<int32_t>(token);
-      text.waiting += tokenizer_.decode({&id, 1});
+      text.waiting += tokenizer_.decode_next(text.last, static_cast<int32_t>(token));
+      text.last = static_cast<int32_t>(token);
     }
     write();
   }
 
  private:
   struct Made {
-    std::string waiting;  ///< to be written
+    std::string waiting;            ///< to be written
+    std::optional<int32_t> last{};  ///< id before what is made next
     int64_t tokens = 0;
     bool ended = false;
   };
@@ -154,7 +156,7 @@ Wanted wanted_texts(const GenerateFlags& flags, const data::Tokenizer& tokenizer
       SampleOptions options = flags.sample;
       options.seed = static_cast<uint64_t>(flags.seed) + static_cast<uint64_t>(sample);
       wanted.requests.push_back({.prompt = {ids.begin(), ids.end()}, .sample = options});
-      wanted.texts.push_back({.title = detail::concat("--- prompt ", i + 1, ", seed ", options.seed), .prompt = flags.prompts[i]});
+      wanted.texts.push_back({.title = detail::concat("--- prompt ", i + 1, ", seed ", options.seed), .prompt = flags.prompts[i], .last = ids.back()});
     }
   }
   return wanted;

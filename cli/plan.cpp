@@ -370,8 +370,19 @@ void check_outputs(const PlanFlags& flags, const Config& config) {
   check_output_files(outputs, inputs);
 }
 
+/// Sizes that are left to the world (-1) as they come out: what frameworks hold is divided by them.
+void settle_mesh(Config& config, int world) {
+  for (const auto& [axis, size] : resolve_mesh(config.mesh, config.zero.stage, world)) {
+    if (axis == "tp") config.mesh.tp = size;
+    if (axis == "cp") config.mesh.cp = size;
+    if (axis == "pp") config.mesh.pp = size;
+  }
+}
+
 plan::Machine machine_for(const plan::Device& device, const std::optional<plan::Framework>& framework, const Config& config) {
   plan::Machine machine = plan::machine_of(device);
+  const auto tf32 = device.flops_per_s.find("tf32");
+  if (config.precision.compute == "tf32" && tf32 != device.flops_per_s.end()) machine.device.flops[at::kFloat] = tf32->second;
   return framework ? plan::driven(*framework, config, machine) : machine;
 }
 
@@ -438,6 +449,7 @@ void say_layouts(const PlanFlags& flags, const std::optional<plan::Device>& devi
       if (device) limit_to(*device, config);
       settle_batch(config, one.world);
       validate(config, one.world, Purpose::Plan);
+      if (framework) settle_mesh(config, one.world);
       precision::settle_compute(config, at::kMeta, precision::Saying::Silent);
       const auto machine = device ? std::optional(machine_for(*device, framework, config)) : std::nullopt;
       plan::DryRun run = plan::dry_run(config, one.world, {.machine = machine});
@@ -531,6 +543,7 @@ void add_plan(Command app, int& exit_code) {
     const int world = flags->explain || flags->search || !flags->curve.empty() ? 1 : flags->world;
     settle_batch(config, world);
     validate(config, world, Purpose::Plan);
+    if (framework) settle_mesh(config, world);
     // A file is planned for this machine, as train would run it, or for the device that is named; a preset, which no CPU trains, and another framework's step,
     // for one that multiplies what it names.
     std::optional<kernels::Bf16ProductsGuard> accelerator;

@@ -184,6 +184,14 @@ std::string short_name(const std::filesystem::path& file) {
 
 bool is_packed(const std::filesystem::path& file) { return file.extension() == ".bin"; }
 
+/// Whatever it is called.
+bool has_mark(const std::filesystem::path& file) {
+  const CorpusHeader fresh;
+  char begin[sizeof fresh.magic] = {};
+  std::ifstream in(file, std::ios::binary);
+  return in.read(begin, sizeof begin) && std::memcmp(begin, fresh.magic, sizeof begin) == 0;
+}
+
 }  // namespace
 
 std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const Tokenizer& tokenizer, const std::filesystem::path& cache_dir, int threads,
@@ -201,6 +209,7 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
   for (const auto& file : files) {
     require(!is_packed(file), knob, ": ", file.string(), ": a packed corpus stands alone, and here are ", files.size(),
             " files; name it alone, or name the texts it was made from");
+    require(!has_mark(file), knob, ": ", file.string(), ": is a packed corpus, which is known by its name; rename it to end in .bin");
   }
   const std::string content = content_hash(files, tokenizer, documents, knob);
   const std::filesystem::path path = cache_dir / (short_name(files[0]) + "-" + content + ".bin");

@@ -1,6 +1,7 @@
 #include "tessera/data/tokenizer.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <exception>
 #include <system_error>
@@ -66,6 +67,15 @@ void ParallelEncoder::append(std::string_view text, bool first, std::vector<int3
     if (failures[i]) std::rethrow_exception(failures[i]);  // the first in the text, whichever thread met it
     ids.insert(ids.end(), results[i].begin(), results[i].end());
   }
+}
+
+std::string Tokenizer::decode_next(std::optional<int32_t> before, int32_t id) const {
+  if (before) {
+    const std::array<int32_t, 2> both{*before, id};
+    const std::string text = decode(both), known = decode(std::span(both).first(1));
+    if (text.starts_with(known)) return text.substr(known.size());  // bytes that spell no character alone may read otherwise beside others
+  }
+  return decode(std::span(&id, 1));
 }
 
 void check_vocabulary(const Tokenizer& tokenizer, int64_t model_vocab_size) {

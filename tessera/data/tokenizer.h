@@ -41,6 +41,10 @@ class Tokenizer {
   /// Control ids (end of text) give nothing. Throws ConfigError on an id outside the vocabulary.
   virtual std::string decode(std::span<const int32_t> ids) const = 0;
 
+  /// What `id` adds behind `before`, where texts are shown as they come: decoded alone, a piece that begins with a space would lose it, as the first of a text
+  /// does with a model that puts one in front. Without `before` the text begins.
+  std::string decode_next(std::optional<int32_t> before, int32_t id) const;
+
   /// The end-of-text id, if the tokenizer has one.
   virtual std::optional<int32_t> eos() const = 0;
 

@@ -57,7 +57,7 @@ class TreeReduction::Impl {
                    .plain_loop_refusal = several() ? "an engine that tells apart whose micro-batch a gradient is of calls begin_step before" : ""}) {
     const comm::CallSite site("tree.start");
     nn::assign_paths(module_);
-    nn::drop_apart(module_, group_.rank(), group_.size());
+    drops_apart_ = nn::drop_apart(module_, group_.rank(), group_.size());
     nn::require_same_parts("TreeReduction", parameters_, {group_});
     if (group_.size() > 1) {
       refuse_renormalized("TreeReduction", module_, parameters_);
@@ -410,6 +410,7 @@ class TreeReduction::Impl {
   std::vector<nn::NamedParameter> parameters_;  ///< also those that are frozen
   nn::LateParameters late_;
   LeftGradients left_;
+  std::shared_ptr<const void> drops_apart_;
   std::vector<bool> trained_;              ///< which of them want a gradient in this step
   std::vector<int64_t> offsets_;           ///< of each of these in a flat gradient
   nn::ParameterForms forms_{parameters_};  ///< as the offsets follow from them

@@ -133,7 +133,7 @@ class FullyShardedDataParallel::Impl {
     check_dtypes(options_);
     require_disjoint("fully_shard", group_, options_.replicate);
     nn::assign_paths(module_);
-    nn::drop_apart(module_, options_.replicate.rank() * group_.size() + group_.rank(), options_.replicate.size() * group_.size());
+    drops_apart_ = nn::drop_apart(module_, options_.replicate.rank() * group_.size() + group_.rank(), options_.replicate.size() * group_.size());
     UnitPlan plan = plan_units(module_, options_);  // refuses what it refuses in a group of one, too
     check_unit_sizes(plan, options_);
     active_ = group_.size() > 1 || options_.replicate.size() > 1 || options_.offloads() || changes_dtypes(parameters_of(plan), options_);
@@ -356,6 +356,7 @@ class FullyShardedDataParallel::Impl {
   }
 
   torch::nn::Module& module_;
+  std::shared_ptr<const void> drops_apart_;
   comm::Group group_;
   FullyShardOptions options_;
   bool active_ = false;  ///< false: a group of one, that changes nothing

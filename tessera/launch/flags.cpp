@@ -67,7 +67,11 @@ std::optional<std::string> FlagValues::text(const std::string& name) const {
 
 double FlagValues::seconds(const std::string& name, double fallback) const {
   const auto value = text(name);
-  return value ? parse<double>(before_names + name, *value, 0) : fallback;
+  if (!value) return fallback;
+  const auto seconds = parse<double>(before_names + name, *value, 0);
+  constexpr double most = 1e9;  // 30 years; clocks count nanoseconds in 64 bits
+  require(seconds <= most, before_names, name, " = ", *value, ": at most ", most, " seconds");
+  return seconds;
 }
 
 int FlagValues::number(const std::string& name, int low, int fallback) const {

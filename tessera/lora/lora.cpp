@@ -76,29 +76,33 @@ at::Tensor add_parameter(AnyLinear& linear, std::string_view name, const std::ve
   return parameter;
 }
 
+/// A wrapper knows the parameters that it found: later ones it would neither sum nor update; and terms go innermost, before what turns layouts. Asked of
+/// everyone alike, for one rank may hold all rows of a slice.
+template <class AnyLinear>
+void require_plain(const AnyLinear& linear, const std::string& path) {
+  require(linear.weight.defined(), "LoRA of '", path, "': its weight is gone, into fewer bits; attach LoRA before quantize_weights");
+  const auto* gradients = nn::GradientDispatcher::find(linear.weight);
+  require(!(gradients && gradients->owner()) && !nn::keeps_memory(linear.weight), "LoRA of '", path,
+          "': the model is wrapped already, by something that would not know the adapters; attach LoRA before what sums or shards gradients");
+  require(linear.weight.sizes() == at::IntArrayRef({linear.options.out_features(), linear.options.in_features()}), "LoRA of '", path,
+          "': its weight is cut, or gone, already; attach LoRA before whatever cuts, shards or quantizes the model");
+}
+
 /// Those of a layer that has had terms before.
 std::pair<at::Tensor, at::Tensor> known_matrices(const torch::nn::Module& linear, const std::string& path, const Options& options) {
   const auto own = linear.named_parameters(/*recurse=*/false);
   const at::Tensor a = own[std::string(nn::kLoraA)], b = own[std::string(nn::kLoraB)];
   require(!nn::has_user(a), "LoRA of '", path,
           "': it has adapters, and what attached them is alive; let go of that first (detach()), or name layers that have none");
-  const int64_t rank = nn::slice_of(a).shape.at(0);
-  require(rank == options.rank, "LoRA of '", path, "': its matrices are of rank ", rank, ", and options say ", options.rank, "; give the rank that they have");
+  require(a.size(0) == options.rank, "LoRA of '", path, "': its matrices are of rank ", a.size(0), ", and options say ", options.rank,
+          "; give the rank that they have");
   return {a, b};
 }
 
 /// A and B, registered beside the weight.
 template <class AnyLinear>
-std::pair<at::Tensor, at::Tensor> add_matrices(AnyLinear& linear, const std::string& path, const Options& options) {
-  require(linear.weight.defined(), "LoRA of '", path, "': its weight is gone, into fewer bits; attach LoRA before quantize_weights");
-  // A wrapper knows the parameters that it found: later ones it would neither sum nor update. Asked of everyone alike, for one rank may hold all rows of a
-  // slice.
-  const auto* gradients = nn::GradientDispatcher::find(linear.weight);
-  require(!(gradients && gradients->owner()) && !nn::keeps_memory(linear.weight), "LoRA of '", path,
-          "': the model is wrapped already, by something that would not know the adapters; attach LoRA before what sums or shards gradients");
+std::pair<at::Tensor, at::Tensor> add_matrices(AnyLinear& linear, const Options& options) {
   const int64_t in = linear.options.in_features(), out = linear.options.out_features();
-  require(linear.weight.sizes() == at::IntArrayRef({out, in}), "LoRA of '", path,
-          "': its weight is cut, or gone, already; attach LoRA before whatever cuts, shards or quantizes the model");
   const double bound = in > 0 ? 1 / std::sqrt(static_cast<double>(in)) : 0;
   const at::Tensor a = add_parameter(linear, nn::kLoraA, {options.rank, in}, nn::InitRule::uniform(-bound, bound), {.dim = 1, .of_weight = 1});
   const at::Tensor b = add_parameter(linear, nn::kLoraB, {out, options.rank}, nn::InitRule::zeros(), {.dim = 0, .of_weight = 0});
@@ -109,7 +113,8 @@ bool has_matrices(const torch::nn::Module& linear) { return linear.named_paramet
 
 template <class AnyLinear>
 std::pair<at::Tensor, at::Tensor> matrices_of(AnyLinear& linear, const std::string& path, const Options& options) {
-  return has_matrices(linear) ? known_matrices(linear, path, options) : add_matrices(linear, path, options);
+  require_plain(linear, path);
+  return has_matrices(linear) ? known_matrices(linear, path, options) : add_matrices(linear, options);
 }
 
 Attachment adapt(nn::LinearImpl& linear, const Options& options) {
@@ -191,31 +196,42 @@ Attachment attach(torch::nn::Module& root, const Options& options) {
   require(!options.modules.empty(), "LoRA: no modules are named; give patterns of the paths of linear layers");
   nn::assign_paths(root);
   std::set<const torch::nn::Module*> named;  // patterns may meet
-  std::set<const torch::nn::Module*> drawn;  // what is new begins as it is drawn, and what was trained stays
+  std::set<const torch::nn::Module*> made;   // what is new begins as it is drawn, and what was trained stays
+  const auto draw = [&] {
+    nn::assign_paths(root);
+    for (const torch::nn::Module* linear : made) {
+      for (const auto& item : linear->named_parameters(/*recurse=*/false)) {
+        if (nn::is_adapter(item.key()) && !item.value().is_meta()) nn::draw(item.value(), options.seed);
+      }
+    }
+  };
   Attachment attached;
   std::vector<PlainTerm> terms;
-  for (const std::string& pattern : options.modules) {
-    const Linears linears = linears_matching(root, pattern);
-    for (nn::LinearImpl* linear : linears.ours) {
-      if (!named.insert(linear).second) continue;
-      if (!has_matrices(*linear)) drawn.insert(linear);
-      attached.add(adapt(*linear, options));
+  try {
+    for (const std::string& pattern : options.modules) {
+      const Linears linears = linears_matching(root, pattern);
+      for (nn::LinearImpl* linear : linears.ours) {
+        if (!named.insert(linear).second) continue;
+        const bool is_new = !has_matrices(*linear);
+        attached.add(adapt(*linear, options));
+        if (is_new) made.insert(linear);
+      }
+      for (const auto& [path, linear] : linears.libtorchs) {
+        if (!named.insert(linear).second) continue;
+        require_weight_of_its_own(root, path, *linear);
+        const bool is_new = !has_matrices(*linear);
+        terms.push_back(adapt(*linear, path, options));
+        if (is_new) made.insert(linear);
+      }
     }
-    for (const auto& [path, linear] : linears.libtorchs) {
-      if (!named.insert(linear).second) continue;
-      require_weight_of_its_own(root, path, *linear);
-      if (!has_matrices(*linear)) drawn.insert(linear);
-      terms.push_back(adapt(*linear, path, options));
-    }
+    attached.add(attach_to_products(std::move(terms)));
+    nn::assign_paths(root);
+    freeze_all_but(root, options.trained);
+  } catch (...) {
+    draw();  // the matrices stay, and a later call would take them for trained ones
+    throw;
   }
-  attached.add(attach_to_products(std::move(terms)));
-  nn::assign_paths(root);
-  freeze_all_but(root, options.trained);
-  for (const torch::nn::Module* linear : drawn) {
-    for (const auto& item : linear->named_parameters(/*recurse=*/false)) {
-      if (nn::is_adapter(item.key()) && !item.value().is_meta()) nn::draw(item.value(), options.seed);
-    }
-  }
+  draw();
   return attached;
 }
 

@@ -120,9 +120,23 @@ class KvCache::Layer : public nn::Interceptor {
     return window > 0 ? std::min(state_->capacity, 2 * window) : state_->capacity;
   }
 
+  /// Over several ranks room is for even shares; who goes back within what was cut otherwise may leave one rank more.
+  void grow(Kept& kept, int64_t added) const {
+    if (state_->columns.size() == 1 || !kept.keys.defined() || kept.columns + added <= kept.keys.size(1)) return;
+    for (auto* const all : {&kept.keys, &kept.values}) {
+      std::vector<int64_t> sizes = all->sizes().vec();
+      sizes[1] = 2 * (kept.columns + added);
+      const at::Tensor larger = at::empty(sizes, all->options());
+      larger.narrow(1, 0, kept.columns).copy_(all->narrow(1, 0, kept.columns));
+      *all = larger;
+    }
+  }
+
   /// With the new ones, all that are there, or, with a `window`, all that these see.
   std::pair<at::Tensor, at::Tensor> extend(Kept& kept, const at::Tensor& k, const at::Tensor& v, int64_t window) {
-    const int64_t most = room(window), added = k.size(1);
+    const int64_t added = k.size(1);
+    grow(kept, added);
+    const int64_t most = state_->columns.size() > 1 && kept.keys.defined() ? kept.keys.size(1) : room(window);
     for (auto* const all : {&kept.keys, &kept.values}) {
       const bool other_rows = all->defined() && kept.columns == 0 && all->size(0) != k.size(0);
       if (!all->defined() || other_rows) *all = at::empty({k.size(0), most, k.size(2), k.size(3)}, k.options());

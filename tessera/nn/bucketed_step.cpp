@@ -54,27 +54,38 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
   nn::assign_paths(module_);
   int place = 0;  // among those that share a batch
   for (const comm::Group& group : options_.groups) place += std::exchange(num_ranks_, num_ranks_ * group.size()) * group.rank();
-  nn::drop_apart(module_, place, num_ranks_);
+  drops_apart_ = nn::drop_apart(module_, place, num_ranks_);
   std::erase_if(options_.groups, [](const comm::Group& group) { return group.size() == 1; });
   refuse_slices();
   nn::require_same_parts(options_.technique, parameters_, options_.groups);
-  for (const nn::NamedParameter& parameter : parameters_) hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_));
+  std::vector<bool> taken;  // from a wrapper that is about to go, or stands aside
+  for (const nn::NamedParameter& parameter : parameters_) {
+    nn::GradientDispatcher& dispatcher = nn::GradientDispatcher::of(parameter.tensor);
+    taken.push_back(dispatcher.owner() != nullptr);
+    hooks_.add(dispatcher.claim(&self_));
+  }
   if (active()) {
     refuse_renormalized(options_.technique, module_, parameters_);
     left_ = LeftGradients(parameters_);
     listen();
     return;
   }
-  hold_alone();
+  hold_alone(taken);
   if (options_.relay) relay_alone();
 }
 
 /// Gradients that meet no other rank's have no bucket: reduce_dtype is what micro-batches are added up in on one rank, too.
-void BucketedStep::hold_alone() {
-  for (const auto& [name, tensor, aliases] : parameters_) {
+void BucketedStep::hold_alone(const std::vector<bool>& taken) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& tensor = parameters_[i].tensor;
     const at::ScalarType dtype = summed_dtype(tensor, options_.reduce_dtype);
     if (dtype == tensor.scalar_type() || !tensor.is_leaf()) continue;
-    hooks_.add(Attachment([tensor, before = tensor.grad_dtype()] { tensor.set_grad_dtype(before); }));
+    const auto before = taken[i] ? std::optional(tensor.scalar_type()) : tensor.grad_dtype();
+    hooks_.add(Attachment([tensor, before, self = &self_] {
+      const auto* const dispatcher = nn::GradientDispatcher::find(tensor);
+      const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
+      if (owner == nullptr || owner == self) tensor.set_grad_dtype(before);  // else it is a newer wrapper's to say
+    }));
     tensor.set_grad_dtype(dtype);
   }
 }

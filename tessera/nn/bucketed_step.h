@@ -136,6 +136,7 @@ class BucketedStep {
 
   bool plain_ = false;  ///< the step is one of the plain loop
   LeftGradients left_;
+  std::shared_ptr<const void> drops_apart_;
   std::vector<at::Tensor> carried_;  ///< by parameter: what this step adds to, set aside
   std::vector<bool> arrived_;        ///< parameters that got a gradient in this step
   std::vector<int64_t> finals_;      ///< parameters in the order in which their gradients became final
@@ -146,7 +147,7 @@ class BucketedStep {
   void refuse_slices() const;
   bool synchronizes(size_t i) const;
   void listen();
-  void hold_alone();
+  void hold_alone(const std::vector<bool>& taken);
   void relay_alone();
   void open(bool plain);
   void begin_round();

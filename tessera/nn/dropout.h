@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 
 #include "tessera/nn/module.h"
 
@@ -15,11 +16,13 @@ namespace tessera::nn {
 class DrawsMasks {
  public:
   virtual ~DrawsMasks() = default;
-  /// This rank's place among `ranks` that have other samples. What fewer ranks say, those of a part of the model (its experts), changes nothing.
-  void set_replica(int64_t replica, int64_t ranks) {
-    if (ranks < ranks_) return;
+  /// This rank's place among `ranks` that have other samples, for as long as `by` lives or somebody says otherwise. What fewer ranks say meanwhile, those of a
+  /// part of the model (its experts), changes nothing.
+  void set_replica(int64_t replica, int64_t ranks, std::weak_ptr<const void> by) {
+    if (ranks < ranks_ && !by_.expired()) return;
     replica_ = replica;
     ranks_ = ranks;
+    by_ = std::move(by);
   }
 
  protected:
@@ -27,6 +30,7 @@ class DrawsMasks {
 
  private:
   int64_t replica_ = 0, ranks_ = 1;
+  std::weak_ptr<const void> by_;
 };
 
 /// Zeroes a share p of the elements and scales the others by 1 / (1 - p) while training.
@@ -56,7 +60,7 @@ TESSERA_MODULE(Dropout);
 /// dimension x [B, ..., D] holds columns. `name` tells masks of one step apart; where no scope states a step, `name` and `apart` do.
 at::Tensor drop_by_place(const at::Tensor& x, double p, const std::string& name, const std::string& apart, const kernels::FeatureBlock& columns);
 
-/// set_replica of everything under `root` that draws masks, modules and what is attached to them.
-void drop_apart(torch::nn::Module& root, int64_t replica, int64_t ranks);
+/// set_replica of everything under `root` that draws masks, modules and what is attached to them; it holds for as long as what is returned.
+[[nodiscard]] std::shared_ptr<const void> drop_apart(torch::nn::Module& root, int64_t replica, int64_t ranks);
 
 }  // namespace tessera::nn

@@ -14,6 +14,8 @@
 #include "tessera/core/host_read.h"
 #include "tessera/kernels/fused_updates.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/kept_memory.h"
 #include "tessera/nn/sharing.h"
 #include "tessera/optim/clip.h"
 
@@ -21,9 +23,11 @@ namespace tessera::optim {
 
 namespace {
 
-/// A kernel that writes by pointers is an operator to nobody: a write of no elements tells those who watch operators (fully_shard lets go of what it has
-/// gathered), and counts as a version.
-void announce_write(const at::Tensor& parameter) { parameter.detach().as_strided({0}, {1}).zero_(); }
+/// A kernel that writes by pointers is an operator to nobody: a copy onto itself, which moves nothing, tells those who watch operators (fully_shard lets go of
+/// what it has gathered, and ends a forward that nobody goes back through), and counts as a version.
+void announce_write(const at::Tensor& parameter) {
+  if (!parameter.is_meta()) at::Tensor(parameter).copy_(parameter);
+}
 
 }  // namespace
 
@@ -75,8 +79,9 @@ std::vector<Optimizer::Batch> Optimizer::batches(double lr, std::vector<std::pai
       if (!gradient.defined()) continue;
       // The fused operators walk these memories side by side, from one end to the other.
       at::Tensor updated = parameter.tensor;
-      require(updated.sizes() == at::IntArrayRef(shapes_[i]), "optimizer.step: '", parameter.name, "' has the shape ", updated.sizes(), ", and had ",
-              at::IntArrayRef(shapes_[i]),
+      // What fully_shard holds may be shown whole, behind a forward: its slice is for it to know.
+      require((nn::keeps_memory(updated) && nn::owner_of(updated) != nullptr) || updated.sizes() == at::IntArrayRef(shapes_[i]), "optimizer.step: '",
+              parameter.name, "' has the shape ", updated.sizes(), ", and had ", at::IntArrayRef(shapes_[i]),
               " when the optimizer was made, for which its state is; make the optimizer behind what shards, unshards or resizes the model, and bring its state "
               "over by a checkpoint");
       if (by_rows() ? !updated.is_contiguous() : !updated.is_non_overlapping_and_dense()) {
@@ -128,6 +133,11 @@ void Optimizer::begin(double lr) {
 void Optimizer::apply(const UpdateTerms& terms) {
   const c10::NoGradGuard no_grad;
   const kernels::UpdatesByElement by_element;
+  if (writes_memory()) {
+    for (const auto& parameter : parameters_) {
+      if (parameter.tensor.grad().defined()) announce_write(parameter.tensor);
+    }
+  }
   std::vector<std::pair<at::Tensor, at::Tensor>> apart;
   for (Batch& batch : batches(terms.lr, apart)) {
     batch.skip = terms.skip;
@@ -138,7 +148,6 @@ void Optimizer::apply(const UpdateTerms& terms) {
     }
     for (const size_t i : batch.indices) ++counts_[i];
     if (batch.indices.empty()) continue;
-    if (writes_memory()) std::ranges::for_each(batch.indices, [this](size_t i) { announce_write(parameters_[i].tensor); });
     update(batch);
   }
   for (auto& [parameter, updated] : apart) parameter.copy_(updated);

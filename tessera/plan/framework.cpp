@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "tessera/config/detail.h"
+#include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 #include "tessera/plan/hardware_files.h"
@@ -112,6 +113,7 @@ Machine driven(const Framework& framework, const Config& config, Machine machine
 
 double reserved_bytes(const Framework& framework, const Config& config, const DryRun& run, bool reserve) {
   const auto& [model, mesh, batch] = std::tie(config.model, config.mesh, config.batch);
+  invariant(mesh.tp > 0 && mesh.cp > 0 && mesh.pp > 0, "a framework's bytes are of a mesh whose sizes are settled");
   const double tokens = static_cast<double>(batch.micro_size) * static_cast<double>(config.data.seq_len) / mesh.cp / mesh.tp;
   const double logits = framework.logit_bytes * tokens * static_cast<double>(model.vocab_size);
   const bool cut = run.pipeline.stages.size() > 1;

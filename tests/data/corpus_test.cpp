@@ -86,6 +86,14 @@ TEST(Corpus, SeparatesFilesAndWidensIds) {
   }
 }
 
+/// Known by its name, it would otherwise be packed once more.
+TEST(Corpus, APackedFileOfAnotherNameIsRefused) {
+  Folder folder;
+  const FakeTokenizer fake(300);
+  const auto corpus = Corpus::build({folder.write("a.txt", "abcabc")}, fake, folder / "packed", 0, "FILES", Documents::None);
+  EXPECT_THROW(Corpus::open_or_build({folder / "packed"}, fake, folder / "cache"), ConfigError);
+}
+
 TEST(Corpus, BytesOfManyIdsAreEachIdsOwn) {
   Folder folder;
   const FakeTokenizer fake(300);  // the end of a text stands for no byte

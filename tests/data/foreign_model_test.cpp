@@ -66,6 +66,15 @@ TEST_P(ForeignModel, GivesSentencePiecesOwnIds) {
       EXPECT_EQ(tokenizer_->decode(tokenizer_->encode(text)), reference_.DecodeIds(expected)) << '"' << text << '"';
     }
   }
+  // Shown as it comes.
+  const std::string line = "the ring the  ring";
+  std::string shown;
+  std::optional<int32_t> before;
+  for (const int32_t id : tokenizer_->encode(line)) {
+    shown += tokenizer_->decode_next(before, id);
+    before = id;
+  }
+  EXPECT_EQ(shown, tokenizer_->decode(tokenizer_->encode(line)));
   // Long enough to be dealt over threads.
   const std::string text = words(12000);
   std::vector<int32_t> ids, whole = tokenizer_->encode(text);

@@ -337,6 +337,25 @@ TEST(Ddp, ReduceDtypeHoldsAlsoWhereOneRankIsTheGroup) {
   EXPECT_EQ(mixed.half.grad().scalar_type(), at::kBFloat16);
 }
 
+/// As `ddp = std::make_unique<...>(..)` does it: the new one is there before the old one goes.
+TEST(Ddp, ReduceDtypeOutlivesTheWrapperBefore) {
+  Mixed mixed;
+  const auto backward_of = [&](double x) { mixed.forward(at::full({4}, x)).backward(); };
+  run_ranks(1, [&](World& world) {
+    auto ddp = std::make_unique<DistributedDataParallel>(mixed, world.group(), DdpOptions{.reduce_dtype = at::kFloat});
+    ddp = std::make_unique<DistributedDataParallel>(mixed, world.group(), DdpOptions{.reduce_dtype = at::kFloat});
+    {
+      const Attachment accumulating = ddp->no_sync();
+      backward_of(256);
+    }
+    backward_of(1);
+    EXPECT_TRUE(at::equal(mixed.half.grad().to(at::kFloat), at::full({4}, 257.0)));
+  });
+  mixed.zero_grad();
+  backward_of(1);
+  EXPECT_EQ(mixed.half.grad().scalar_type(), at::kBFloat16);
+}
+
 TEST(Ddp, KeepsTheStridesOfItsParameters) {
   run_ranks(2, [&](World& world) {
     torch::nn::Module module;

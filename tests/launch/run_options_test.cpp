@@ -92,6 +92,7 @@ TEST(RunOptions, TakeVariablesWhereTheLineIsSilent) {
   EXPECT_EQ(options.rendezvous.rules.max_restarts, 4);
   EXPECT_EQ(options.grace_s, 7);
   EXPECT_EQ(parse({"--grace=2"}, environment).grace_s, 2);
+  EXPECT_THROW(parse({"--grace=inf"}, environment), ConfigError);  // clocks count nanoseconds in 64 bits
   for (const std::string off : {"", "0"}) EXPECT_NO_THROW(parse({"--nnodes=2", "--rdzv-endpoint=h:9"}, {{"PET_STANDALONE", off}})) << "a switch that is off";
   EXPECT_THAT(refusal({"--nnodes=2"}, {{"PET_STANDALONE", "1"}}), HasSubstr("--standalone: one node"));
 }

@@ -117,7 +117,7 @@ TEST(Lora, DropsApartOnRanksThatAreSeededAlike) {
   parameter(*net, "first.lora_b").fill_(1);
   const at::Tensor x = at::randn({6, 5});
   const auto on_rank = [&](int64_t replica) {
-    nn::drop_apart(*net, replica, 2);
+    const auto apart = nn::drop_apart(*net, replica, 2);
     torch::manual_seed(3);
     return net(x);
   };
@@ -209,7 +209,7 @@ TEST(Lora, DropsFromWhatLibtorchsLinearSees) {
   parameter(net, "first.lora_b").fill_(1);
   const at::Tensor x = at::randn({6, 5});
   const auto on_rank = [&](int64_t replica) {
-    nn::drop_apart(net, replica, 2);
+    const auto apart = nn::drop_apart(net, replica, 2);
     torch::manual_seed(3);
     return net.forward(x);
   };
@@ -285,6 +285,15 @@ TEST(Lora, ASecondCallForOtherLayersLeavesTheFirstOnesAsTheyWereTrained) {
   EXPECT_EQ(parameter(*net, "first.lora_b").min().item<double>(), 1);
   EXPECT_EQ(parameter(*net, "second.lora_b").abs().max().item<double>(), 0);
   EXPECT_GT(parameter(*net, "second.lora_a").abs().max().item<double>(), 0);
+}
+
+/// What a refused call has registered is there, and would be taken for trained matrices.
+TEST(Lora, ARefusedCallLeavesNothingUndrawn) {
+  Net net, other;
+  EXPECT_THROW((void)lora::attach(*net, {.modules = {"first"}, .rank = 4, .trained = {"no.such"}, .seed = 3}), ConfigError);
+  const auto attached = lora::attach(*net, {.modules = {"first"}, .rank = 4, .seed = 3}),
+             expected = lora::attach(*other, {.modules = {"first"}, .rank = 4, .seed = 3});
+  for (const std::string name : {"first.lora_a", "first.lora_b"}) EXPECT_TRUE(at::equal(parameter(*net, name), parameter(*other, name))) << name;
 }
 
 }  // namespace

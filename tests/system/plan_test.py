@@ -18,6 +18,17 @@ class Plan(SystemTest):
         self.assertEqual(done.returncode, 0, done.stderr)
         return json.loads(done.stdout)
 
+    def test_a_size_that_is_left_to_the_world_is_that_size_to_a_framework(self):
+        asked = ["7b", "--world", 8, "--device", "h100", "--framework", "nanotron"]
+        said, left = (self.plan(*asked, sets=["batch.global_size=8", f"mesh.tp={tp}"]) for tp in (8, -1))
+        self.assertEqual(left["step_s"], said["step_s"])
+        self.assertEqual([c.get("reserved_bytes") for c in left["ranks"]], [c.get("reserved_bytes") for c in said["ranks"]])
+        self.assertEqual(left.get("reserved_bytes"), said.get("reserved_bytes"))
+
+    def test_tf32_has_a_rate_of_its_own(self):
+        fp32, tf32 = (self.plan("7b", "--world", 8, "--device", "h100", sets=["batch.global_size=8", f"precision.compute={c}"]) for c in ("fp32", "tf32"))
+        self.assertLess(tf32["step_s"], fp32["step_s"] / 2)
+
     def test_every_recipe_at_1_and_1024_ranks_or_its_own(self):
         recipes = sorted((SOURCE / "recipes").glob("*.toml"))
         self.assertTrue(recipes)

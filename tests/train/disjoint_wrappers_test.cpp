@@ -466,5 +466,27 @@ TEST(DisjointWrappers, TheExpertsWrapperLeavesDropoutOfDataRanksApart) {
   }
 }
 
+/// Ranks that were data ranks are one, of a cut model, in the next layout: they drop alike.
+TEST(DisjointWrappers, AnotherLayoutSaysAnewWhoDropsApart) {
+  std::mutex one_at_a_time;
+  std::vector<at::Tensor> dropped(2);
+  run_ranks(2, [&](World& world) {
+    const auto root = std::make_shared<torch::nn::Module>("Root");
+    nn::Dropout drop(0.5);
+    root->register_module("drop", drop);
+    root->register_module("dense", torch::nn::Linear(12, 12));
+    fill_parameters(*root);
+    nn::assign_paths(*root);
+    {
+      const DistributedDataParallel data_ranks(*root, world.group());
+    }
+    const DistributedDataParallel one(*root, comm::Group::self());
+    const std::lock_guard lock(one_at_a_time);
+    torch::manual_seed(3);
+    dropped[static_cast<size_t>(world.rank())] = drop(at::ones({4, 64}));
+  });
+  EXPECT_TRUE(at::equal(dropped[0], dropped[1]));
+}
+
 }  // namespace
 }  // namespace tessera

@@ -629,6 +629,20 @@ TEST(OwnLoops, WhatIsInFewBitsIsNeitherAdaptedNorCut) {
   });
 }
 
+/// Terms go innermost, and apart on the ranks of a wrapper: behind either, they are not attached anew.
+TEST(OwnLoops, AdaptersAreNotAttachedAgainBehindAWrapper) {
+  run_ranks(2, [](World& world) {
+    tessera::nn::Linear linear(8, 8);
+    const auto net = std::make_shared<torch::nn::Module>("net");
+    net->register_module("layer", linear);
+    auto adapted = tessera::lora::attach(*net, {.modules = {"layer"}});
+    const tessera::DistributedDataParallel ddp(*net, world.group(), {.replicas = tessera::ReplicaStart::Broadcast});
+    adapted.detach();
+    EXPECT_THAT(tessera::testing_support::refusal([&] { adapted = tessera::lora::attach(*net, {.modules = {"layer"}}); }),
+                ::testing::HasSubstr("LoRA of 'layer': the model is wrapped already"));
+  });
+}
+
 /// How adapters lie along a weight goes with their dtype; cut by guess, ranks would part.
 TEST(OwnLoops, AdaptersThatWereCastAreNotCut) {
   run_ranks(2, [](World& world) {
