@@ -4,6 +4,7 @@
 #include <array>
 #include <fstream>
 #include <numbers>
+#include <system_error>
 
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
@@ -184,8 +185,10 @@ std::string short_name(const std::filesystem::path& file) {
 
 bool is_packed(const std::filesystem::path& file) { return file.extension() == ".bin"; }
 
-/// Whatever it is called.
+/// Whatever it is called. A pipe would wait for who writes it.
 bool has_mark(const std::filesystem::path& file) {
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(file, ignored)) return false;
   const CorpusHeader fresh;
   char begin[sizeof fresh.magic] = {};
   std::ifstream in(file, std::ios::binary);
