@@ -12,7 +12,7 @@ from pathlib import Path
 
 from report import mebibytes, table
 from sides import ROOT, Clock, OutOfTime, Tessera
-from spread import turn_order
+from spread import Spread, pair_ratios, turn_order
 
 RECIPE = ROOT / "recipes" / "bench_vocab.toml"
 WARMUP, STEPS, TURNS = 2, 3, 3
@@ -76,7 +76,7 @@ def in_turns(binary: Path, settings: dict[str, list[str]], scratch: Path, clock:
 
 
 def times_longer(side: Tessera, plain: Tessera) -> list[float]:
-    return [statistics.median(a) / statistics.median(b) for a, b in zip(side.measured.turns, plain.measured.turns)]
+    return pair_ratios(plain.measured.turns, side.measured.turns)
 
 
 def last_line(side: Tessera) -> dict:
@@ -87,9 +87,9 @@ def measure_placements(binary: Path, scratch: Path, clock: Clock) -> str:
     sides = in_turns(binary, {name: [*MODEL, *sets] for name, sets in PLACEMENTS.items()}, scratch, clock, TURNS, STEPS, "offload: placements")
     rows = []
     for name, side in sides.items():
-        ratios, host = times_longer(side, sides["nothing"]), sum(last_line(side).get("host_by_category", {}).values())
-        spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]" if side is not sides["nothing"] else ""
-        rows.append([name, mebibytes(side.measured.peak_bytes), mebibytes(host), f"{side.measured.median_s:.2f}", spread])
+        host = sum(last_line(side).get("host_by_category", {}).values())
+        times = "" if side is sides["nothing"] else str(Spread.of(times_longer(side, sides["nothing"])))
+        rows.append([name, mebibytes(side.measured.peak_bytes), mebibytes(host), f"{side.measured.median_s:.2f}", times])
     text = (
         "**One model through each placement**: LLaMA of 41 M parameters, fp32, AdamW, two micro-batches of 2 x 256 tokens a step, one rank: peak in MiB by the tracker, median seconds "
         "of a step, and how many times as long as one that moves nothing (median, least and most of the turns)."

@@ -212,26 +212,23 @@ Attachment attach(torch::nn::Module& root, const Options& options) {
       const Linears linears = linears_matching(root, pattern);
       for (nn::LinearImpl* linear : linears.ours) {
         if (!named.insert(linear).second) continue;
-        const bool is_new = !has_matrices(*linear);
+        if (!has_matrices(*linear)) made.insert(linear);
         attached.add(adapt(*linear, options));
-        if (is_new) made.insert(linear);
       }
       for (const auto& [path, linear] : linears.libtorchs) {
         if (!named.insert(linear).second) continue;
         require_weight_of_its_own(root, path, *linear);
-        const bool is_new = !has_matrices(*linear);
+        if (!has_matrices(*linear)) made.insert(linear);
         terms.push_back(adapt(*linear, path, options));
-        if (is_new) made.insert(linear);
       }
     }
-    attached.add(attach_to_products(std::move(terms)));
-    nn::assign_paths(root);
-    freeze_all_but(root, options.trained);
   } catch (...) {
     draw();  // the matrices stay, and a later call would take them for trained ones
     throw;
   }
+  attached.add(attach_to_products(std::move(terms)));
   draw();
+  freeze_all_but(root, options.trained);
   return attached;
 }
 

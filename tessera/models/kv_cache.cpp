@@ -66,7 +66,7 @@ at::Tensor merge(const comm::Group& group, const Partial& own) {
 /// Around one attention core: adds the new keys and values to the earlier ones and attends to all.
 class KvCache::Layer : public nn::Interceptor {
  public:
-  explicit Layer(std::shared_ptr<const State> state) : state_(std::move(state)), kept_(static_cast<size_t>(state_->places)) {}
+  explicit Layer(std::shared_ptr<State> state) : state_(std::move(state)), kept_(static_cast<size_t>(state_->places)) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     if (state_->place < 0) return next(std::move(inputs));
@@ -77,8 +77,7 @@ class KvCache::Layer : public nn::Interceptor {
     if (state_->columns.size() > 1 && state_->read == Read::Whole) return {attend_together(kept, q, k, v, window)};
     if (state_->read == Read::Part) {
       extend(kept, k, v, 0);
-      const auto positions = host_read_all(inputs[3].toTensor(), /*dry_answer=*/0);
-      kept.positions.assign(positions.begin(), positions.end());
+      kept.positions = positions_of_part(inputs[3].toTensor());
       return next(std::move(inputs));  // which reaches the other parts
     }
     const auto [keys, values] = extend(kept, k, v, window);
@@ -95,6 +94,15 @@ class KvCache::Layer : public nn::Interceptor {
     int64_t gone = 0;                ///< on one rank: those before them, which no window reaches
     std::vector<int64_t> positions;  ///< over several ranks: theirs, ascending
   };
+
+  /// Every layer is given the same: the host looks once a reading.
+  const std::vector<int64_t>& positions_of_part(const at::Tensor& given) const {
+    if (state_->positions.empty()) {
+      const auto read = host_read_all(given, /*dry_answer=*/0);
+      state_->positions.assign(read.begin(), read.end());
+    }
+    return state_->positions;
+  }
 
   /// What lies behind the beginning of what is read now.
   void forget(Kept& kept, int64_t window) const {
@@ -184,7 +192,7 @@ class KvCache::Layer : public nn::Interceptor {
     return merge(state_->columns, attend(q, keys, values, seen)).to(q.scalar_type());
   }
 
-  std::shared_ptr<const State> state_;
+  std::shared_ptr<State> state_;
   std::vector<Kept> kept_;  ///< of each place
 };
 
@@ -210,6 +218,7 @@ KvCache::Reading::Reading(KvCache& cache, int place, int64_t begin, int64_t colu
   state.place = place;
   state.begin = begin;
   state.read = read;
+  state.positions.clear();
 }
 
 KvCache::Reading::~Reading() { cache_.state_->place = -1; }

@@ -60,6 +60,7 @@ class KvCache {
     int place = -1;  ///< that is read into; -1: none
     int64_t begin = 0;
     Read read = Read::Whole;
+    std::vector<int64_t> positions{};  ///< of the part that is read, once a layer has asked
   };
 
   std::shared_ptr<State> state_;  ///< shared with the interceptors

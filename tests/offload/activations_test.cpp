@@ -241,7 +241,6 @@ struct ImaginaryImpl : nn::Module {
 TESSERA_MODULE(Imaginary);
 
 TEST(OffloadActivations, ViewsThatNegateComeBackAsTheyWere) {
-  if (!test_device().is_cpu()) GTEST_SKIP() << "complex views of a device are libtorch's";
   torch::nn::Module root("Root");
   Imaginary module;
   const auto layers = root.register_module("layers", std::make_shared<torch::nn::Module>());
