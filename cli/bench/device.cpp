@@ -140,6 +140,7 @@ int bench_device(const BenchDeviceFlags& flags) {
   if (flags.threads > 0) at::set_num_threads(flags.threads);
   plan::Device device = bench::measure_device({.seconds = flags.seconds, .iterations = flags.iterations});
   device.devices_per_node = ranks;
+  device.memory_bytes /= ranks;  // which they share
   if (ranks > 1) {
     std::vector<std::string> lines;
     const std::string sizes = "4K,16M";

@@ -63,7 +63,9 @@ bool in_path(const std::string& program) {
 }  // namespace
 
 void check_limits(double seconds, int64_t iterations) {
-  require(iterations >= 0, "--iterations = ", iterations, ": it must be at least 1; leave it out to measure for --seconds");
+  constexpr int64_t most = 1'000'000'000;  // whose times alone take 8 GB
+  require(iterations >= 0 && iterations <= most, "--iterations = ", iterations, ": it must be at least 1 and at most ", most,
+          "; leave it out to measure for --seconds");
   require(seconds > 0 && seconds <= 3600, "--seconds = ", seconds, ": it must be above 0, and at most 3600");
 }
 

@@ -20,6 +20,18 @@ void deal(std::vector<int64_t>& load, int64_t rows, const std::vector<int64_t>& 
 DryRoutingScope::DryRoutingScope(const DryRouting& routing) : before_(std::exchange(*assumed, routing)) {}
 DryRoutingScope::~DryRoutingScope() { *assumed = before_; }
 
+int64_t dry_rows_of(int other, int64_t rows, int world_rank) {
+  const auto& tokens = (*assumed).tokens;
+  if (!tokens) return rows;
+  const int64_t here = tokens(world_rank);
+  return here > 0 ? rows * tokens(other) / here : tokens(other) * (*assumed).per_token;
+}
+
+int dry_part_of(int world_rank, int otherwise) {
+  const auto& part = (*assumed).part;
+  return part ? part(world_rank) : otherwise;
+}
+
 std::vector<int64_t> dry_load(int64_t rows, int64_t experts, int64_t block, int64_t here, int routed_by) {
   const DryRouting& routing = *assumed;
   std::vector<int64_t> load(static_cast<size_t>(experts), 0), own, others;

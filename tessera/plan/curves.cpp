@@ -176,6 +176,7 @@ Curves::Panel run_panel(const Config& config, const Asked& asked, const std::str
       try {
         const Config at = with_settings(config, way.sets(x));
         validate(at, asked.ranks(x), Purpose::Plan);
+        if (dry.machine && options.driven) dry.machine = options.driven(at);
         const double value = value_of(dry_run(at, asked.ranks(x), dry), name);
         if (value > 0) line.points.emplace_back(static_cast<double>(x), value);
       } catch (const ConfigError& error) {
@@ -212,7 +213,8 @@ Curves make_curves(const Config& config, const std::string& name, const CurveOpt
   const bool timed = name == "latency" || name == "batch" || name == "ranks";
   require(!timed || options.machine, "--curve = ", name, ": is of seconds, and those are of a device; add --device NAME");
   check_curve_world(options.world);
-  if (name == "ranks") return curves_of(strong_scaling(config, *options.machine, {.world = options.world, .progress = options.progress}));
+  if (name == "ranks")
+    return curves_of(strong_scaling(config, *options.machine, {.world = options.world, .driven = options.driven, .progress = options.progress}));
   std::vector<Asked> panels;
   if (name == "memory") panels = {memory_panel(config, options)};
   if (name == "latency") panels = {latency_panel(options)};

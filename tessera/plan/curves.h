@@ -41,8 +41,9 @@ struct Curves {
 std::vector<std::string> curve_names();
 
 struct CurveOptions {
-  int world = 8;                     ///< the last point over ranks, and the ranks of what goes over something else
-  std::optional<Machine> machine{};  ///< needed by latency and batch
+  int world = 8;                                          ///< the last point over ranks, and the ranks of what goes over something else
+  std::optional<Machine> machine{};                       ///< needed by latency and batch
+  std::function<Machine(const Config& layout)> driven{};  ///< as SearchOptions has it
   std::function<void(const std::string& text)> progress{};
 };
 

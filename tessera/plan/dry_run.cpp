@@ -228,10 +228,21 @@ class StepsReader {
 };
 
 /// With a router that gives each expert as many tokens, there is nothing to assume.
-experts::DryRouting routing_of(const Config& config, const DryRunOptions& options) {
-  return {.load = config.model.router == "expert_choice" ? experts::DryLoad::Even : options.routed,
-          .per_token = std::max<int64_t>(1, config.model.experts_per_token),
-          .capacity_factor = config.moe.capacity_factor};
+experts::DryRouting routing_of(const Config& config, const DryRunOptions& options, const Mesh& mesh, const ColumnShare& columns) {
+  experts::DryRouting routing{.load = config.model.router == "expert_choice" ? experts::DryLoad::Even : options.routed,
+                              .per_token = std::max<int64_t>(1, config.model.experts_per_token),
+                              .capacity_factor = config.moe.capacity_factor};
+  const MeshRoles roles = mesh_roles(config);
+  const int layers = mesh.size(roles.layers);
+  const bool apart = config.tensor.sequence_parallel && layers > 1;  // ranks that share layers route other positions each
+  if (columns.cut() || apart) {
+    routing.tokens = [=, micro_size = config.batch.micro_size, cut = columns.rule({config.data.seq_len}, columns.ranks)](int world_rank) {
+      const int64_t own = cut.columns(mesh.rank(world_rank, roles.columns));
+      return micro_size * (apart ? chunk(own, layers, mesh.rank(world_rank, roles.layers)).second : own);
+    };
+  }
+  routing.part = [=](int world_rank) { return mesh.rank(world_rank, roles.layers); };
+  return routing;
 }
 
 void name_stand_ins(RankClass& ranks, const std::set<std::string>& stood_in) {
@@ -255,7 +266,7 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
   data::LoaderOptions loader = loader_options(config, mesh);
   loader.dry_documents = options.documents;
   const nn::DryDocuments documents(loader.packed ? data::dry_documents(loader) : std::vector<int64_t>());
-  const experts::DryRoutingScope routing(routing_of(config, options));
+  const experts::DryRoutingScope routing(routing_of(config, options, mesh, loader.columns));
   progress.steps = kDrySteps;
   RankClass known;
   for (const auto& p : stepper.run().parameters) known.parameters += p.tensor.numel();

@@ -6,10 +6,7 @@
 #include <string>
 
 #include "tessera/models/flops.h"
-#include "tessera/models/model.h"
-#include "tessera/nn/meta.h"
-#include "tessera/nn/parameter.h"
-#include "tessera/train/adapters.h"
+#include "tessera/train/places.h"
 
 // The textbook's sums: 6 FLOPs a parameter and token, a bubble of (p-1)/(v m), tensor parallelism's four reductions of the stream a layer, data parallelism's
 // two shares of the gradients (three gathers at stage 3), 34 bytes an element of the stream and layer (Korthikanti et al., arXiv:2205.05198). Which layout is
@@ -32,12 +29,11 @@ double optimizer_bytes(const OptimConfig& optim) {
 
 Estimator::Estimator(const Config& config, int world, const Machine& machine) : config_(config), world_(world), machine_(machine) {
   active_ = static_cast<double>(num_active_parameters(config.model));
-  const auto model = on_meta([&] { return make_model(config.model); });
-  const Attachment adapters = add_adapters(config, *model);
-  quantized_ = static_cast<double>(quantize_frozen(config, *model, at::kMeta).bytes);
-  for (const auto& parameter : nn::unique_parameters(*model)) {
-    Elements& kind = config.lora.modules.empty() || parameter.tensor.requires_grad() ? trained_ : frozen_;
-    (parameter.name.find(".experts.") == std::string::npos ? kind.dense : kind.experts) += static_cast<double>(parameter.tensor.numel());
+  const CountedElements counted = count_elements(config);
+  quantized_ = counted.quantized_bytes;
+  for (const PlacedElements& kind : counted.elements) {
+    Elements& elements = kind.trained ? trained_ : frozen_;
+    (kind.expert ? elements.experts : elements.dense) += kind.count;
   }
 }
 

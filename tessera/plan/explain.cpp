@@ -35,7 +35,7 @@ Config alone(const Config& config) {
 KeptStates states_of(const Config& config, std::string formats, Sets sets) {
   const Config asked = with_settings(config, sets);
   const BytesPerParameter bytes = bytes_per_parameter(asked);
-  const double masters = precision::policy_from(asked.precision).has_masters() ? 4 : 0;
+  const double masters = precision::policy_from(asked.precision).has_masters() ? 4 * trained_share(asked) : 0;
   return {.formats = std::move(formats), .sets = std::move(sets), .bytes = bytes, .masters = masters};
 }
 
@@ -149,7 +149,8 @@ void add_states(const Explanation& explanation, const KeptStates& states, std::v
   rows.push_back({});
   rows.push_back({states.formats, "", "", "", flags(states.sets)});
   row("parameters", states.bytes.weight);
-  row("gradients", states.bytes.gradient, "as many");
+  row("in fewer bits", states.bytes.quantized, "which nothing shards");
+  row("gradients", states.bytes.gradient, explanation.adapted() ? "of what is trained" : "as many");
   row("masters", states.masters);
   row("moments", states.moments(), "what the optimizer keeps");
   row("together", states.bytes.total(), fmt::format("{:.4g} GB", explanation.parameters * states.bytes.total() / 1e9));
@@ -172,6 +173,7 @@ Explanation explain(const Config& config, double parameters, int ranks) {
   const Config one = alone(config);
   Explanation explanation{.parameters = parameters, .counted = num_parameters(config.model), .layers = config.model.layers};
   if (parameters <= 0) explanation.parameters = static_cast<double>(explanation.counted);
+  explanation.trained = trained_share(one);
   explanation.states = {
       states_of(one, "32 bits", {"precision.params=fp32", "precision.master=fp32", "precision.reduce=fp32"}),
       states_of(one, "16 bits, masters in 32", {"precision.params=bf16", "precision.master=fp32", "precision.reduce=bf16"}),
@@ -194,11 +196,15 @@ Explanation explain(const Config& config, double parameters, int ranks) {
 nlohmann::json to_json(const Explanation& explanation) {
   nlohmann::json states = nlohmann::json::array(), changes = nlohmann::json::array();
   for (const KeptStates& one : explanation.states) {
-    states.push_back(
-        {{"formats", one.formats},
-         {"set", one.sets},
-         {"bytes_per_parameter", {{"params", one.bytes.weight}, {"gradients", one.bytes.gradient}, {"masters", one.masters}, {"moments", one.moments()}}},
-         {"bytes", explanation.parameters * one.bytes.total()}});
+    states.push_back({{"formats", one.formats},
+                      {"set", one.sets},
+                      {"bytes_per_parameter",
+                       {{"params", one.bytes.weight},
+                        {"gradients", one.bytes.gradient},
+                        {"masters", one.masters},
+                        {"moments", one.moments()},
+                        {"quantized", one.bytes.quantized}}},
+                      {"bytes", explanation.parameters * one.bytes.total()}});
   }
   for (const Change& change : explanation.changes) {
     changes.push_back({{"name", change.name}, {"set", change.sets}, {"ranks", change.ranks}, {"states", change.states}});
@@ -208,6 +214,7 @@ nlohmann::json to_json(const Explanation& explanation) {
   const auto json_of = [](const KeptActivations::Part& part) { return nlohmann::json{{"token", part.token}, {"fixed", part.fixed}}; };
   nlohmann::json json{{"parameters", explanation.parameters},
                       {"counted", explanation.counted},
+                      {"trained", explanation.trained},
                       {"states", std::move(states)},
                       {"activations",
                        {{"of_layer", json_of(kept.of_layer)},
@@ -233,6 +240,11 @@ std::string to_string(const Explanation& explanation) {
   for (const KeptStates& states : explanation.states) add_states(explanation, states, rows);
   std::string text =
       fmt::format("{} parameters; the shape has {}\n\n{}", count_text(explanation.parameters), grouped(explanation.counted), format_columns(rows, {0, 1, 4}));
+  if (explanation.adapted()) {
+    text += fmt::format(
+        "\nBytes of a parameter are means: lora.modules trains {:.3g}% as many elements as the shape has, and of the rest keeps the weight alone.\n",
+        100 * explanation.trained);
+  }
   const KeptActivations& kept = explanation.activations;
   const auto part = [](const KeptActivations::Part& one) {
     const bool fixed = std::abs(one.fixed) >= 1;

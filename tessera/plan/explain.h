@@ -12,7 +12,7 @@
 
 namespace tessera::plan {
 
-/// What training keeps of a model in one choice of number formats: bytes of each parameter, where nothing is sharded.
+/// What training keeps of a model in one choice of number formats: bytes of each parameter, where nothing is sharded, on average.
 struct KeptStates {
   std::string formats{};            ///< "16 bits, masters in 32"
   std::vector<std::string> sets{};  ///< that ask for them, as `--set` takes them
@@ -62,10 +62,13 @@ struct Explanation {
   double parameters = 0;  ///< that are spoken of: a preset's by its name
   int64_t counted = 0;    ///< that its shape has
   int64_t layers = 0;
+  double trained = 1;  ///< elements, as a share of those that the shape has: [lora] freezes them, and trains what it adds
   std::vector<KeptStates> states{};
   KeptActivations activations{};
   std::vector<Change> changes{};
   std::optional<Verdict> verdict{};  ///< where run.memory_limit_bytes says what a device has
+
+  bool adapted() const { return trained != 1; }
 };
 
 /// Of one rank with one micro-batch of `config`, whose layers are alike; `ranks`: over how many the changes share. Cost: some dry runs of few layers and one of

@@ -58,11 +58,12 @@ std::string formula_text(const Config& config, int world) {
   return fmt::format(
       "(w, g, k) = ({:g}, {:g}, {:g}) bytes of weight, gradient and optimizer a parameter; zero.stage = {} over {} rank{} keeps {:.3g} + {:.3g} + {:.3g} of "
       "them\n"
-      "on each{}: {} for {} parameters; activations, outputs, comm and other come on top\n",
+      "on each{}{}: {} for {} parameters; activations, outputs, comm and other come on top\n",
       whole.weight, whole.gradient, whole.state, config.zero.stage, shards, shards == 1 ? "" : "s", kept.weight, kept.gradient, kept.state,
       config.offload.params.is("host")   ? ", on the host"
       : config.offload.params.is("disk") ? ", weights and gradients on disk"
                                          : "",
+      kept.quantized > 0 ? fmt::format(", beside {:.3g} of weights in fewer bits", kept.quantized) : "",
       format_bytes(static_cast<int64_t>(kept.total() * parameters)), format_count(parameters));
 }
 

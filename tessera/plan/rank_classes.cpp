@@ -146,10 +146,12 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size,
   const MeshRoles axes = mesh_roles(config);
   const auto data = ranks_along(shape, axes.batch.names), tp = ranks_along(shape, axes.layers.names), shard = ranks_along(shape, axes.shard.names),
              stages = ranks_along(shape, axes.stages.names), columns = ranks_along(shape, axes.columns.names);
-  std::map<std::pair<int, int>, Held> held;  // ranks of tp hold as much of what they cut, but of experts, which are dealt over them and others at once
+  // Ranks of tp hold as much where they cut evenly, but of experts, which are dealt over them and others at once.
+  const bool even = cut_evenly(config, mesh.size(axes.layers)), hold_alike = even && !deals_experts(config, shape);
+  std::map<std::pair<int, int>, Held> held;
   const auto place_of = [&](int rank) {
     const auto r = static_cast<size_t>(rank);
-    return std::pair(stages[r], deals_experts(config, shape) ? tp[r] : 0);
+    return std::pair(stages[r], hold_alike ? 0 : tp[r]);
   };
   for (int rank = 0; rank < world_size; ++rank) {
     if (!held.contains(place_of(rank))) held.emplace(place_of(rank), held_elements(config, world_size, rank, apart));
@@ -165,7 +167,7 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size,
   const Elements none;
   // What tp cuts need not be equal, so each of its ranks is a class of its own, where there are few or they differ; so is each stage. Parts of a sequence are
   // one where their shapes are.
-  const bool alike = !apart && cut_evenly(config, mesh.size(axes.layers));
+  const bool alike = !apart && even;
   using Key = std::tuple<int64_t, int, int, int, const std::vector<int64_t>&, const Elements&>;
   std::map<Key, std::vector<int>> classes;
   for (int rank = 0; rank < world_size; ++rank) {

@@ -17,7 +17,8 @@ namespace tessera::plan {
 namespace {
 
 std::optional<Tried> fastest(const Config& config, int world, const Machine& machine, const ScalingOptions& options, bool cuts_sequences) {
-  SearchOptions search{.patience = std::chrono::hours(1), .most_runs = options.runs, .fewest_columns = options.fewest_columns, .on_the_host = false};
+  SearchOptions search{
+      .patience = std::chrono::hours(1), .most_runs = options.runs, .fewest_columns = options.fewest_columns, .driven = options.driven, .on_the_host = false};
   search.admits = [cuts_sequences](const LayoutChoice& choice) { return (choice.cp > 1) == cuts_sequences; };
   if (options.progress) {
     search.progress = [&](const std::string& text) { options.progress(fmt::format("{} ranks{}: {}", world, cuts_sequences ? " with cp" : "", text)); };

@@ -36,9 +36,10 @@ struct Scaling {
 constexpr double kHelps = 0.75;
 
 struct ScalingOptions {
-  int world = 8;                 ///< the last point; the others are halves of it, down to 1
-  size_t runs = 16;              ///< dry runs of each search, so that the answer does not depend on this machine's speed
-  int64_t fewest_columns = 512;  ///< of a sequence, that a rank keeps
+  int world = 8;                                          ///< the last point; the others are halves of it, down to 1
+  size_t runs = 16;                                       ///< dry runs of each search, so that the answer does not depend on this machine's speed
+  int64_t fewest_columns = 512;                           ///< of a sequence, that a rank keeps
+  std::function<Machine(const Config& layout)> driven{};  ///< as SearchOptions has it
   std::function<void(const std::string& text)> progress{};
 };
 

@@ -133,7 +133,8 @@ class Search {
       const auto patient = [this](const DryRunProgress&) {
         if (Clock::now() > until_) throw OutOfPatience();
       };
-      const DryRun run = dry_run(changed, world_, {.machine = machine_, .alike_stages = true, .progress = patient});
+      const auto machine = options_.driven ? options_.driven(changed) : machine_;
+      const DryRun run = dry_run(changed, world_, {.machine = machine, .alike_stages = true, .progress = patient});
       const int64_t peak = total_of(largest_class(run).peak_bytes);
       return &tried_
                   .emplace(choice, Tried{.choice = choice,

@@ -42,6 +42,29 @@ TEST_F(ExplainTest, StatesAreBytesOfEachParameter) {
   EXPECT_EQ(plan::to_json(explained)["states"][0]["bytes"], 7e9 * 16);
 }
 
+TEST_F(ExplainTest, WhatLoraFreezesIsAWeightAlone) {
+  std::vector<std::string> sets{"model.layers=6", "run.threads=1", "lora.modules=layers.*.attention.*", "lora.rank=2"};
+  const auto adapted = plan::explain(config("llama", sets), 0, 4);
+  const double trained = 6.0 * 4 * 2 * (24 + 24) / static_cast<double>(adapted.counted);
+  EXPECT_NEAR(adapted.trained, trained, 1e-9);
+  EXPECT_NEAR(adapted.states[0].bytes.weight, 4 + 4 * trained, 1e-9);
+  EXPECT_NEAR(adapted.states[0].bytes.gradient, 4 * trained, 1e-9);
+  EXPECT_NEAR(adapted.states[1].masters, 4 * trained, 1e-9);
+  EXPECT_NEAR(adapted.states[1].moments(), 8 * trained, 1e-9);
+  EXPECT_THAT(plan::to_string(adapted), AllOf(HasSubstr("of what is trained"), HasSubstr("Bytes of a parameter are means")));
+  EXPECT_THAT(plan::to_string(plan::explain(config("llama", {"run.threads=1"}), 0, 4)), Not(HasSubstr("are means")));
+
+  sets.emplace_back("quantize.modules=layers.*.attention.*");
+  sets.emplace_back("run.memory_limit_bytes=1000000000");
+  const auto narrow = plan::explain(config("llama", sets), 0, 4);
+  const double codes = 6.0 * 4 * 24 * 24 / static_cast<double>(narrow.counted);
+  EXPECT_NEAR(narrow.states[0].bytes.weight, 4 * (1 + trained - codes), 1e-12);
+  EXPECT_GT(narrow.states[0].bytes.quantized, codes / 2);
+  EXPECT_EQ(narrow.verdict->states, static_cast<int64_t>(narrow.parameters * narrow.states[1].bytes.total()));
+  const BytesPerParameter& bytes = narrow.states[0].bytes;
+  EXPECT_NEAR(narrow.changes[4].states, narrow.parameters * ((bytes.total() - bytes.quantized) / 4 + bytes.quantized), 1e-6) << "ZeRO 3 shards no codes";
+}
+
 TEST_F(ExplainTest, ActivationsGrowWithLayersAndTokens) {
   for (const std::string family : {"llama", "gpt2"}) {
     SCOPED_TRACE(family);

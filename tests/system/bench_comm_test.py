@@ -81,6 +81,7 @@ class BenchComm(SystemTest):
             (("--seconds", "0"), ("--seconds",)),
             (("--iterations", "-1"), ("--iterations",)),
             (("--iterations", "0"), ("--iterations = 0",)),
+            (("--iterations", "1000000000000000"), ("--iterations = 1000000000000000", "at most 1000000000")),
             (("--iterations", "1", "--seconds", "1"), ("stands in place of --seconds",)),
         ):
             done = run("bench", "comm", *flags)

@@ -76,6 +76,8 @@ class Plan(SystemTest):
                 self.assertEqual(answer["parameters"], 7e9)
                 self.assertEqual([round(states["bytes"] / 2**30, 2) for states in answer["states"]], [104.31, 104.31, 52.15])
                 self.assertLess(abs(answer["counted"] / 7e9 - 1), 0.05)
+        fixed = run("plan", SOURCE / "recipes" / "llama_tp2_fsdp2.toml", "--world", 4, "--explain")
+        self.assertEqual(fixed.returncode, 0, fixed.stderr)
         verdict = self.plan("30b", "--explain", sets=["run.memory_limit_bytes=80000000000"])["verdict"]
         self.assertEqual(verdict["states"], 480_000_000_000)
         self.assertFalse(verdict["fits"])
@@ -169,6 +171,36 @@ class Plan(SystemTest):
         self.assertEqual(max(ranks["peak_bytes"]["total"] for ranks in planned["ranks"]), best["peak_bytes"])
         done = run("train", found, "--nproc", 2, "--set", f"log.dir={self.folder / 'log'}")
         self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_a_search_says_what_it_leaves_out_and_keeps_the_rest_of_a_file(self):
+        found = self.folder / "kept.toml"
+        sets = ("run.memory_limit_bytes=400000000", "recompute.ffn_tile=16", "recompute.mode=full")
+        done = run("plan", self.recipe, "--device", "cpu", "--search", "--batch", 4, "-o", found, *(x for s in sets for x in ("--set", s)))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("--search: recompute.ffn_tile is not looked at, and is left out", done.stderr)
+        self.assertIn("--search: recompute.mode is what it goes over, and `--set recompute.mode=full` is left out", done.stderr)
+        written = tomllib.loads(found.read_text())
+        self.assertEqual(written["run"]["memory_limit_bytes"], 400000000, "whose run this is, may have no more")
+
+    def test_a_search_among_layouts_of_another_framework_times_each_as_a_plan_does(self):
+        asked = (self.recipe, "--world", 2, "--device", "h100", "--framework", "nanotron")
+        found = json.loads(run("plan", *asked, "--search", "--batch", 4, "--patience", 60, "--json").stdout)
+        cut = next(layout for layout in found["layouts"] if "mesh.tp=2" in layout["set"])
+        planned = self.plan(*asked, sets=[*cut["set"], "tensor.keep_gathered=false"])
+        self.assertAlmostEqual(planned["time"]["seconds"] / cut["time"]["seconds"], 1, places=6)
+
+    def test_layouts_are_planned_for_the_machine_that_a_plan_is_made_for(self):
+        layouts = self.folder / "layouts.jsonl"
+        layouts.write_text('{"set": []}\n')
+        auto = ("--set", "precision.compute=auto")
+        for isa in ("AVX2", "ALL"):  # without 16-bit products, and as this machine is
+            one = json.loads(run("plan", self.recipe, *auto, "--json", ONEDNN_MAX_CPU_ISA=isa).stdout)
+            line = json.loads(run("plan", self.recipe, *auto, "--layouts", layouts, ONEDNN_MAX_CPU_ISA=isa).stdout)
+            self.assertEqual((line["compute"], line["peak_bytes"]), (one["compute"], max(c["peak_bytes"]["total"] for c in one["ranks"])))
+
+    def test_threads_share_the_cores_among_ranks_as_in_a_run(self):
+        peaks = lambda world, **extra: json.loads(run("plan", self.recipe, "--world", world, "--json", **extra).stdout)["ranks"][0]["peak_bytes"]
+        self.assertEqual(peaks(4096, OMP_NUM_THREADS=""), peaks(4096, OMP_NUM_THREADS="1"))
 
     def test_a_search_of_a_mixture_says_which_terms_its_micro_batch_changes(self):
         mixture = SOURCE / "recipes" / "tiny_mixtral.toml"  # which has batch.micro_size = 2 and moe.balance_loss; of 3 sequences each is one of its own
