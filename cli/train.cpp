@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -23,6 +24,7 @@
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/decorators/inject.h"
 #include "tessera/comm/meeting/network.h"
+#include "tessera/config/schedule_kinds.h"
 #include "tessera/config/settle_batch.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
@@ -75,6 +77,15 @@ constexpr const char* kRecordDir = "TESSERA_RECORD_DIR";
 constexpr const char* kHashed = "TESSERA_HASHED_CHECKPOINT";
 // The launcher of this process has said what settings have no effect.
 constexpr const char* kSettingsSaid = "TESSERA_SETTINGS_SAID";
+// What this process's launcher has decided for all ranks: the checkpoint that they go on from, or nothing; and, given at all, that it looked for one in vain,
+// so that what cannot be used in checkpoint.dir is set aside. No settings of the run, whose config.toml keeps what it was asked for.
+constexpr const char* kGoesOnFrom = "TESSERA_GOES_ON_FROM";
+constexpr const char* kStartsAfresh = "TESSERA_STARTS_AFRESH";
+
+void take_launchers_decision(CheckpointConfig& checkpoint) {
+  if (const char* const from = std::getenv(kGoesOnFrom)) checkpoint.resume = from;
+  if (std::getenv(kStartsAfresh)) checkpoint.replace = true;
+}
 
 std::optional<DumpRequest> dump_request(const TrainFlags& flags, const Config& config) {
   require(flags.dump_step.has_value() == flags.dump_dir.has_value(), "--dump-step and --dump-dir go together: give both or neither");
@@ -92,6 +103,14 @@ std::optional<DumpRequest> dump_request(const TrainFlags& flags, const Config& c
   const std::string problem = problem_of_writing_in(folder);
   require(problem.empty(), "--dump-dir = ", folder, ": nothing can be written there: ", problem, "; make room there, or name a folder on another disk");
   return DumpRequest{step, folder};
+}
+
+// A step that was taken before this start is not taken again. A restart behind it has dumped it before.
+void check_dump_is_ahead(const std::optional<DumpRequest>& dump, const Inputs& inputs, int attempt) {
+  if (!dump || !inputs.resume || attempt > 0) return;
+  const ResumePoint& from = *inputs.resume;
+  require(dump->step > from.manifest.step, "--dump-step = ", dump->step, ": the run goes on from step ", from.manifest.step, " (", from.folder.string(),
+          "), and dumps steps that it takes itself; name a later one, or an earlier checkpoint as checkpoint.resume");
 }
 
 // Faults are refused before any rank is started.
@@ -127,7 +146,8 @@ void check_reached(const char* knob, const std::string& path) {
   }
 }
 
-// A run saves its configuration as config.toml in log.dir: over one that a run has saved, and over nobody's own.
+// A run saves its configuration as config.toml in log.dir: over one that a run has saved, and over nobody's own. Its timeline begins anew there: not over the
+// one that it makes its schedule for, which a restart and a resumed run have to find as it was.
 void check_log_dir(const TrainFlags& flags, const Config& config) {
   std::error_code neither;
   check_reached("log.dir", config.log.dir);
@@ -136,6 +156,14 @@ void check_log_dir(const TrainFlags& flags, const Config& config) {
           ": is a link to a folder that does not exist; make that, or name another log.dir");
   require(!own, "log.dir = ", config.log.dir, ": the run saves its configuration there as config.toml, over the one that it reads (", flags.file,
           "); name another log.dir, or rename the file");
+  const PipelineConfig& pipeline = config.pipeline;
+  const bool reads_costs = config.mesh.pp != 1 && is_made_for_costs(pipeline.schedule) && !pipeline.costs_from.empty();
+  const auto is_own_timeline = [&](const std::filesystem::path& file) {
+    return std::filesystem::equivalent(file, std::filesystem::path(config.log.dir) / "timeline.jsonl", neither);
+  };
+  require(!reads_costs || !(is_own_timeline(pipeline.costs_from) || is_own_timeline(std::filesystem::path(pipeline.costs_from) / "timeline.jsonl")),
+          "pipeline.costs_from = ", pipeline.costs_from,
+          ": is in log.dir, where this run begins its own timeline.jsonl; name another log.dir, or a copy of that file elsewhere");
 }
 
 // The launcher of a run's ranks, or the first of them: what is said once is said here.
@@ -284,19 +312,22 @@ void check_host_memory(const Config& config, int size, int attempt, bool on_cpu)
   // By the formula: with activations, a lower bound, so that no dry run is made of what is far too much.
   if (states) check_disk(config, on_disk, local_ranks, first && !activations);
   const double kept = on_host_per_parameter(config, shards, on_cpu).total(), needed = kept * here;
+  const bool adapted = !config.lora.modules.empty();
+  const std::string narrower = adapted && on_cpu && config.quantize.modules.empty() ? "fewer bits for what is frozen (quantize.modules), " : "";
   const std::string what =
-      detail::concat("model: each of its ", format_count(parameters), " parameters keeps ", format_float(kept), " bytes ",
-                     on_cpu ? "" : "beside the device, in the host's memory, ", "on a rank from step to step (weight, gradient, optimizer), which is ");
+      detail::concat("model: each of its ", format_count(parameters), " parameters keeps ", format_float(std::round(100 * kept) / 100), " bytes ",
+                     adapted ? "on average, most of them frozen (lora.modules), " : "", on_cpu ? "" : "beside the device, in the host's memory, ",
+                     "on a rank from step to step (weight, gradient, optimizer), which is ");
   const int64_t host = host_memory_bytes();
   require(host == 0 || needed <= static_cast<double>(host), what, format_bytes(static_cast<int64_t>(needed)), " for the ", local_ranks,
-          local_ranks == 1 ? " rank" : " ranks", " on this host, and it has ", format_bytes(host),
-          "; use a smaller model, zero.stage = 3 or mesh.tp over more hosts (tessera plan says what each rank then needs)");
+          local_ranks == 1 ? " rank" : " ranks", " on this host, and it has ", format_bytes(host), "; use a smaller model, ", narrower,
+          "zero.stage = 3 or mesh.tp over more hosts (tessera plan says what each rank then needs)");
   const int64_t process = process_memory_limit_bytes();
   const auto of_rank = static_cast<int64_t>(needed / local_ranks);
   require(process == 0 || of_rank <= process, what, format_bytes(of_rank), ", and a process may have ", format_bytes(process),
           " (ulimit -d or -v); raise that limit, set offload.optimizer = disk",
-          config.zero.stage == 3 ? " (with offload.params and offload.gradients = disk, which leave units in use alone)" : "",
-          ", or use more ranks with zero.stage = 3 or mesh.tp");
+          config.zero.stage == 3 ? " (with offload.params and offload.gradients = disk, which leave units in use alone)" : "", ", or use ", narrower,
+          "more ranks with zero.stage = 3 or mesh.tp");
   const auto parts = on_disk_per_parameter(config, shards);
   const auto mapped = config.offload.params.uses("disk") ? static_cast<int64_t>((parts.weight + parts.gradient) * here / local_ranks) : 0;
   rlimit addresses{};
@@ -336,6 +367,8 @@ void try_checkpoint_dir(const Config& config) {
 
 int train(const TrainFlags& flags) {
   Config config = read_config(flags.file, flags.sets);
+  const CheckpointConfig asked = config.checkpoint;
+  take_launchers_decision(config.checkpoint);
   const int size = world_size(flags.nproc);
   settle_batch(config, size);
   validate(config, size);
@@ -367,8 +400,10 @@ int train(const TrainFlags& flags) {
   Inputs held = first ? hold_checkpoint_dir(config) : Inputs();
   const char* hashed = std::getenv(kHashed);
   const bool one_of_several = size > 1 && !starts_copies(flags.nproc);
-  Inputs inputs = open_inputs(config, {.restarted = attempt > 0, .hashed = hashed ? hashed : "", .one_of_several = one_of_several});
+  Inputs inputs =
+      open_inputs(config, {.restarted = attempt > 0, .job = comm::read_environment().job, .hashed = hashed ? hashed : "", .one_of_several = one_of_several});
   if (first) check_checkpoint_dir(config, inputs);  // the others are told
+  check_dump_is_ahead(dump, inputs, attempt);
   try_checkpoint_dir(config);
   if (starts_copies(flags.nproc)) {
     lock_checkpoint_dir(config, held);
@@ -378,10 +413,10 @@ int train(const TrainFlags& flags) {
     if (const auto dir = record_dir(config); !dir.empty()) variables.emplace_back(kRecordDir, dir);
     const std::string resume = inputs.resume ? std::filesystem::absolute(inputs.resume->folder).string() : "";
     if (inputs.resume && inputs.resume->hashed) variables.emplace_back(kHashed, resume);
-    std::vector<std::string> more{"--set", "checkpoint.resume=" + resume};
-    if (inputs.may_start_afresh) more.insert(more.end(), {"--set", "checkpoint.replace=true"});  // what could not be used is not in the way
-    held.lock.reset();                                                                           // the first rank will take it
-    return run_copies(flags.nproc, more, variables);
+    variables.emplace_back(kGoesOnFrom, resume);
+    if (inputs.may_start_afresh) variables.emplace_back(kStartsAfresh, "1");  // what could not be used is not in the way
+    held.lock.reset();                                                        // the first rank will take it
+    return run_copies(flags.nproc, {}, variables);
   }
   inputs.lock = std::move(held.lock);
   inputs.remarks.insert(inputs.remarks.begin(), held.remarks.begin(), held.remarks.end());
@@ -404,7 +439,11 @@ int train(const TrainFlags& flags) {
       for (const auto& remark : inputs.remarks) log().warn("{}", remark);
     }
     Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report}, device);
-    if (world.rank() == 0) save_config(config, flags.strict_log);  // of a run that begins
+    if (world.rank() == 0) {  // of a run that begins
+      Config saved = config;
+      saved.checkpoint = asked;
+      save_config(saved, flags.strict_log);
+    }
     trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));
     trainer.add_observer(std::make_unique<TensorBoard>(flags.strict_log));
     if (config.model.experts > 0) trainer.add_observer(std::make_unique<ExpertMap>());

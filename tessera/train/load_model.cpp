@@ -157,7 +157,8 @@ LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at:
                    {.verify = config.checkpoint.verify,
                     .expected = stored_for_others(config, manifest, loaded),
                     .ignore_prefixes = std::move(ignored),
-                    .partial = config.checkpoint.partial});
+                    .partial = config.checkpoint.partial,
+                    .convert = true});  // precision.params may be another than it was trained with
   return loaded;
 }
 

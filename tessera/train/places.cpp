@@ -137,24 +137,24 @@ void place_slices(const Config& config, at::Device device, const DiskBytes& disk
   if (places.uses("disk")) options.file = make_mapped_file(spill_folder(config), disk, /*dry=*/device.is_meta());
 }
 
-std::vector<PlacedShare> placed_shares(const Config& config) {
+CountedElements count_elements(const Config& config) {
   const OffloadConfig offload = settled_places(config);
-  const auto& [params, optimizer] = std::tie(offload.params, offload.optimizer);
-  if (params.by_pattern.empty() && optimizer.by_pattern.empty()) {
-    return {{.params = place_named(params.everywhere), .optimizer = place_named(optimizer.everywhere)}};
-  }
   const auto model = on_meta([&] { return make_model(config.model); });
-  std::map<std::pair<WaitingPlace, WaitingPlace>, int64_t> elements;
-  int64_t all = 0;
+  const Attachment adapted = add_adapters(config, *model);
+  CountedElements counted{.elements = {}, .quantized_bytes = static_cast<double>(quantize_frozen(config, *model, at::kMeta).bytes)};
+  using Kind = std::tuple<WaitingPlace, WaitingPlace, bool, bool>;
+  std::map<Kind, int64_t> elements;
   for (const auto& parameter : nn::unique_parameters(*model)) {
-    elements[{place_of("offload.params", params, parameter), place_of("offload.optimizer", optimizer, parameter)}] += parameter.tensor.numel();
-    all += parameter.tensor.numel();
+    const bool trained = config.lora.modules.empty() || parameter.tensor.requires_grad();
+    const bool expert = parameter.name.find(".experts.") != std::string::npos;
+    elements[{place_of("offload.params", offload.params, parameter), place_of("offload.optimizer", offload.optimizer, parameter), trained, expert}] +=
+        parameter.tensor.numel();
   }
-  std::vector<PlacedShare> shares;
-  for (const auto& [places, count] : elements) {
-    shares.push_back({.params = places.first, .optimizer = places.second, .share = static_cast<double>(count) / static_cast<double>(all)});
+  for (const auto& [kind, count] : elements) {
+    const auto& [params, optimizer, trained, expert] = kind;
+    counted.elements.push_back({.params = params, .optimizer = optimizer, .trained = trained, .expert = expert, .count = static_cast<double>(count)});
   }
-  return shares;
+  return counted;
 }
 
 }  // namespace tessera

@@ -30,13 +30,21 @@ OffloadConfig settled_places(const Config& config);
 /// Says to stage 3, which computes on `device`, where slices wait; `disk` is told what its file takes.
 void place_slices(const Config& config, at::Device device, const DiskBytes& disk, FullyShardOptions& options);
 
-/// Elements of the model, as a share of all, that wait alike.
-struct PlacedShare {
+/// Elements of the model that wait alike, and of which training keeps the same.
+struct PlacedElements {
   WaitingPlace params = WaitingPlace::Device, optimizer = WaitingPlace::Device;
-  double share = 1;
+  bool trained = true;  ///< else frozen beside what [lora] adds: a weight, without gradient or state
+  bool expert = false;  ///< of an expert, which mesh.ep deals
+  double count = 0;
 };
 
-/// All of the model's, by where they wait. Builds it on meta where patterns say so.
-std::vector<PlacedShare> placed_shares(const Config& config);
+/// A model by what training keeps of it: with what [lora] adds, and without the weights that [quantize] keeps in fewer bits, which are bytes.
+struct CountedElements {
+  std::vector<PlacedElements> elements;
+  double quantized_bytes = 0;  ///< of the whole model
+};
+
+/// Lays the model out on meta, which takes milliseconds. Throws ConfigError where a pattern names nothing.
+CountedElements count_elements(const Config& config);
 
 }  // namespace tessera

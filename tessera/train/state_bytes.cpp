@@ -1,14 +1,20 @@
 #include "tessera/train/state_bytes.h"
 
+#include <tuple>
+
 #include <c10/core/ScalarType.h>
 
 #include "tessera/kernels/adam8bit.h"
+#include "tessera/models/flops.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/places.h"
 
 namespace tessera {
 
-BytesPerParameter bytes_per_parameter(const Config& config) {
+namespace {
+
+/// Of one that is trained.
+BytesPerParameter bytes_of_trained(const Config& config) {
   const auto policy = precision::policy_from(config.precision);
   const auto bytes = [](at::ScalarType dtype) { return static_cast<double>(c10::elementSize(dtype)); };
   const auto state_of = [&](double master) {  // of an element of a large matrix; Adafactor's sums of rows and columns are next to nothing
@@ -23,34 +29,45 @@ BytesPerParameter bytes_per_parameter(const Config& config) {
           .state = state_of(bytes(policy.master)) + (policy.has_masters() ? bytes(policy.master) : 0)};
 }
 
-BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks) {
-  return {.weight = whole.weight / (stage >= 3 ? ranks : 1),
-          .gradient = whole.gradient / (stage >= 2 ? ranks : 1),
-          .state = whole.state / (stage >= 1 ? ranks : 1)};
+BytesPerParameter bytes_of(const PlacedElements& kind, const BytesPerParameter& trained) {
+  return kind.trained ? trained : BytesPerParameter{.weight = trained.weight};
 }
 
-namespace {
+/// Kinds of elements as shares of the parameters that the model's shape has, and so the bytes of weights in fewer bits.
+CountedElements shares_of(const Config& config) {
+  const auto& [params, optimizer] = std::tie(config.offload.params, config.offload.optimizer);
+  const bool whole = config.lora.modules.empty() && config.quantize.modules.empty();
+  if (whole && params.by_pattern.empty() && optimizer.by_pattern.empty()) {  // all alike, and nothing has to be laid out
+    return {.elements = {{.params = place_of("offload.params", params, {}), .optimizer = place_of("offload.optimizer", optimizer, {}), .count = 1}}};
+  }
+  CountedElements shares = count_elements(config);
+  const auto parameters = static_cast<double>(num_parameters(config.model));
+  for (PlacedElements& kind : shares.elements) kind.count /= parameters;
+  shares.quantized_bytes /= parameters;
+  return shares;
+}
 
 /// The sum of what each share of the model's elements comes to.
 template <class Of>
-BytesPerParameter sum_of(const std::vector<PlacedShare>& shares, Of&& of) {
+BytesPerParameter sum_of(const CountedElements& shares, Of&& of) {
   BytesPerParameter sum;
-  for (const PlacedShare& share : shares) {
-    const BytesPerParameter one = of(share);
-    sum.weight += share.share * one.weight;
-    sum.gradient += share.share * one.gradient;
-    sum.state += share.share * one.state;
+  for (const PlacedElements& kind : shares.elements) {
+    const BytesPerParameter one = of(kind);
+    sum.weight += kind.count * one.weight;
+    sum.gradient += kind.count * one.gradient;
+    sum.state += kind.count * one.state;
   }
   return sum;
 }
 
-BytesPerParameter beside_device(const OffloadConfig& offload, const BytesPerParameter& whole, int stage, int ranks, const PlacedShare& share) {
+/// `whole`: where nothing is sharded.
+BytesPerParameter beside_device(const OffloadConfig& offload, const BytesPerParameter& whole, int stage, int ranks, const PlacedElements& kind) {
   const auto kept = kept_per_parameter(whole, stage, ranks);
-  BytesPerParameter beside{.state = share.optimizer == WaitingPlace::Host ? kept.state : 0};
-  if (share.params == WaitingPlace::Host) {
+  BytesPerParameter beside{.state = kind.optimizer == WaitingPlace::Host ? kept.state : 0};
+  if (kind.params == WaitingPlace::Host) {
     beside.weight = kept.weight;
     beside.gradient = kept.gradient;
-  } else if (share.params == WaitingPlace::Device && share.optimizer != WaitingPlace::Device && offload.update == "host") {
+  } else if (kind.trained && kind.params == WaitingPlace::Device && kind.optimizer != WaitingPlace::Device && offload.update == "host") {
     const int sharers = stage >= 1 ? ranks : 1;  // of an update
     beside.weight = whole.weight / sharers;
     beside.gradient = offload.gradients.is("host") ? kept.gradient : whole.gradient / sharers;
@@ -58,41 +75,77 @@ BytesPerParameter beside_device(const OffloadConfig& offload, const BytesPerPara
   return beside;
 }
 
+BytesPerParameter on_disk(const BytesPerParameter& whole, int stage, int ranks, const PlacedElements& kind) {
+  const auto kept = kept_per_parameter(whole, stage, ranks);
+  BytesPerParameter there{.state = kind.optimizer == WaitingPlace::Disk ? kept.state : 0};
+  if (kind.params == WaitingPlace::Disk) there = {.weight = kept.weight, .gradient = kept.gradient, .state = there.state};
+  return there;
+}
+
 }  // namespace
 
-BytesPerParameter beside_device_per_parameter(const Config& config, const BytesPerParameter& whole, int ranks) {
-  return sum_of(placed_shares(config), [&](const PlacedShare& share) { return beside_device(config.offload, whole, config.zero.stage, ranks, share); });
+BytesPerParameter bytes_per_parameter(const Config& config) {
+  const CountedElements shares = shares_of(config);
+  BytesPerParameter mean = sum_of(shares, [&, trained = bytes_of_trained(config)](const PlacedElements& kind) { return bytes_of(kind, trained); });
+  mean.quantized = shares.quantized_bytes;
+  return mean;
+}
+
+double trained_share(const Config& config) {
+  if (config.lora.modules.empty()) return 1;
+  double share = 0;
+  for (const PlacedElements& kind : shares_of(config).elements) share += kind.trained ? kind.count : 0;
+  return share;
+}
+
+BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks) {
+  return {.weight = whole.weight / (stage >= 3 ? ranks : 1),
+          .gradient = whole.gradient / (stage >= 2 ? ranks : 1),
+          .state = whole.state / (stage >= 1 ? ranks : 1),
+          .quantized = whole.quantized};
+}
+
+BytesPerParameter beside_device_per_parameter(const Config& config, int ranks) {
+  const auto trained = bytes_of_trained(config);
+  return sum_of(shares_of(config),
+                [&](const PlacedElements& kind) { return beside_device(config.offload, bytes_of(kind, trained), config.zero.stage, ranks, kind); });
 }
 
 BytesPerParameter on_host_per_parameter(const Config& config, int ranks, bool on_cpu) {
-  const auto whole = bytes_per_parameter(config);
-  const auto kept = kept_per_parameter(whole, config.zero.stage, ranks);
-  return sum_of(placed_shares(config), [&](const PlacedShare& share) {
-    auto here = beside_device(config.offload, whole, config.zero.stage, ranks, share);
+  const auto trained = bytes_of_trained(config);
+  const CountedElements shares = shares_of(config);
+  const bool streamed = config.offload.params.is("device") && config.offload.gradients.is("host");
+  BytesPerParameter mean = sum_of(shares, [&](const PlacedElements& kind) {
+    const auto whole = bytes_of(kind, trained);
+    auto here = beside_device(config.offload, whole, config.zero.stage, ranks, kind);
     if (!on_cpu) return here;
-    const bool streamed = config.offload.params.is("device") && config.offload.gradients.is("host");
-    if (share.params == WaitingPlace::Device) here.weight += kept.weight;
-    if (share.params == WaitingPlace::Device && !streamed) here.gradient += kept.gradient;
-    if (share.optimizer == WaitingPlace::Device) here.state += kept.state;
+    const auto kept = kept_per_parameter(whole, config.zero.stage, ranks);
+    if (kind.params == WaitingPlace::Device) here.weight += kept.weight;
+    if (kind.params == WaitingPlace::Device && !streamed) here.gradient += kept.gradient;
+    if (kind.optimizer == WaitingPlace::Device) here.state += kept.state;
     return here;
   });
+  if (on_cpu) mean.quantized = shares.quantized_bytes;
+  return mean;
 }
 
 BytesPerParameter on_disk_per_parameter(const Config& config, int ranks) {
-  const auto kept = kept_per_parameter(bytes_per_parameter(config), config.zero.stage, ranks);
-  return sum_of(placed_shares(config), [&](const PlacedShare& share) {
-    BytesPerParameter there{.state = share.optimizer == WaitingPlace::Disk ? kept.state : 0};
-    if (share.params == WaitingPlace::Disk) there = {.weight = kept.weight, .gradient = kept.gradient, .state = there.state};
-    return there;
-  });
+  const auto trained = bytes_of_trained(config);
+  return sum_of(shares_of(config), [&](const PlacedElements& kind) { return on_disk(bytes_of(kind, trained), config.zero.stage, ranks, kind); });
 }
 
 DiskTraffic disk_traffic_per_parameter(const Config& config, int ranks, int64_t micro_batches) {
-  const auto there = on_disk_per_parameter(config, ranks);
+  const auto trained = bytes_of_trained(config);
   const auto passes = static_cast<double>(micro_batches), reductions = config.zero.accumulate == "whole" ? 1.0 : passes;
   const double gathers = (config.zero.reshard_after_forward ? 2 : 1) * passes, clips = config.optim.max_grad_norm > 0 ? 1 : 0;
-  return {.write = there.state + there.weight + (reductions + clips) * there.gradient,
-          .read = there.state + (gathers + 1) * there.weight + (reductions + clips + 1) * there.gradient};
+  DiskTraffic traffic;
+  for (const PlacedElements& kind : shares_of(config).elements) {
+    const auto there = on_disk(bytes_of(kind, trained), config.zero.stage, ranks, kind);
+    const double updates = kind.trained ? 1 : 0;
+    traffic.write += kind.count * (there.state + updates * there.weight + (reductions + clips) * there.gradient);
+    traffic.read += kind.count * (there.state + (gathers + updates) * there.weight + (reductions + clips + 1) * there.gradient);
+  }
+  return traffic;
 }
 
 }  // namespace tessera

@@ -4,31 +4,37 @@
 
 namespace tessera {
 
-/// What training keeps of each parameter from step to step, in bytes, where nothing is sharded: w, g and k of ZeRO (arXiv:1910.02054).
+/// What training keeps of each parameter from step to step, in bytes, where nothing is sharded: w, g and k of ZeRO (arXiv:1910.02054). With [lora] and
+/// [quantize] the mean over the parameters that the model's shape has: of what is frozen there is the weight alone.
 struct BytesPerParameter {
-  double weight = 0;    ///< that forward and backward use
-  double gradient = 0;  ///< summed over micro-batches
-  double state = 0;     ///< the optimizer's, master weights included
+  double weight = 0;     ///< that forward and backward use
+  double gradient = 0;   ///< summed over micro-batches
+  double state = 0;      ///< the optimizer's, master weights included
+  double quantized = 0;  ///< weights in fewer bits, which nothing shards or moves
 
-  double total() const { return weight + gradient + state; }
+  double total() const { return weight + gradient + state + quantized; }
 };
 
 /// What the settings of precision and optimizer come to: (4, 4, 8) in fp32 with AdamW, (2, 4, 12) in bf16 with fp32 masters.
 BytesPerParameter bytes_per_parameter(const Config& config);
 
+/// How many elements are trained, as a share of the parameters that the model's shape has: 1, but for [lora].
+double trained_share(const Config& config);
+
 /// What a rank keeps per parameter of the model, in bytes, with zero.stage `stage` over `ranks` of mesh.dp_shard:
-/// none w+g+k; 1 w+g+k/N; 2 w+(g+k)/N; 3 (w+g+k)/N. Each of the three parts apart.
+/// none w+g+k; 1 w+g+k/N; 2 w+(g+k)/N; 3 (w+g+k)/N. Each of the parts apart.
 BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks);
 
 /// What of that lies on the host beside the device, as [offload] says, when most does: parts that live there; the copies and gradients of what the host's cores
 /// update (HostOptimizer, HostGradients). What is on disk is nowhere here. Where patterns say so, the mean over the model's elements.
-BytesPerParameter beside_device_per_parameter(const Config& config, const BytesPerParameter& whole, int ranks);
+BytesPerParameter beside_device_per_parameter(const Config& config, int ranks);
 
 /// What a rank needs of the memory of its host: what lies beside the device, and where the device is the host (`on_cpu`), what lies on it as well.
 BytesPerParameter on_host_per_parameter(const Config& config, int ranks, bool on_cpu);
 
 /// What a step of `micro_batches` writes to a rank's files in offload.dir and reads from them, in bytes a parameter, where the host has no memory to keep any
-/// of it: state out and in, slices once for each gather and for the update, gradients as they are added up, normed, clipped and used.
+/// of it: state out and in, slices once for each gather and for the update, gradients as they are added up, normed, clipped and used. Of what is frozen slices
+/// go in for the gathers.
 struct DiskTraffic {
   double write = 0, read = 0;
 };

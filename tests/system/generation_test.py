@@ -85,6 +85,14 @@ class Generation(SystemTest):
         self.assertEqual(four["tokens"], one["tokens"])
         self.assertLessEqual(abs(four["loss"] - one["loss"]), LOSSES * one["loss"])
 
+    def test_weights_are_read_in_another_format_than_they_were_trained_in(self):
+        saved = self.checkpoint("llama", 2, [], nproc=1)
+        text = ("--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, "--json")
+        wide, narrow = (json.loads(self.read("eval", saved, *text, sets=sets).stdout)["loss"] for sets in ((), ["precision.params=bf16"]))
+        self.assertNotEqual(narrow, wide)
+        self.assertLess(abs(narrow - wide), 0.01 * wide)
+        self.read("generate", saved, "--prompt", "the ", "--max-tokens", 8, "--temperature", 0, sets=["precision.params=bf16"])
+
     def test_what_cannot_be_read_so_is_refused(self):
         saved = self.checkpoint("llama", 2, [], nproc=1)
         for nproc, sets, words in (

@@ -1,9 +1,11 @@
 """LoRA and QLoRA by the command: trained in a layout, resumed in another, evaluated, written as an adapter and merged, and planned with their bytes."""
 
 import json
+import resource
+import subprocess
 import unittest
 
-from support import SystemTest, run
+from support import SystemTest, TESSERA, environment, metrics, run
 
 MODULES = "layers.*.attention.*, layers.*.feed_forward.*"
 
@@ -75,6 +77,29 @@ class Lora(SystemTest):
         for bits, sets in ((4.5, ()), (8.5, ("quantize.format=int8",)), (4.127, ("quantize.double_scales=true",))):
             fewer = parameters(f"quantize.modules={MODULES}", *sets)
             self.assertAlmostEqual((whole - fewer) / elements * 8, 32 - bits, delta=0.002)
+
+    def test_what_is_frozen_is_a_weight_alone_to_the_systems_limit(self):
+        """101 M parameters would keep 16 bytes each, 1.5 GiB, and with LoRA keep 4; four times as many keep too much but in fewer bits."""
+        limit = 1500 * 10**6
+
+        def bounded_run(tag, *sets):
+            def bounded():
+                resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+            sets = ("model.dim=1024", "model.layers=6", "model.kv_heads=4", "model.ffn_dim=4096", "data.seq_len=16", "batch.global_size=1", "batch.micro_size=1",
+                    "run.steps=1", "optim.warmup_steps=0", "run.validate_every=0", f"log.dir={self.folder / tag}", *sets)
+            return subprocess.run([TESSERA, "train", self.recipe, *(word for one in sets for word in ("--set", one))], env=environment(), timeout=300,
+                                  capture_output=True, text=True, preexec_fn=bounded)
+        lora, larger = (f"lora.modules={MODULES}", "lora.rank=3"), "model.layers=24"
+        self.assertIn("keeps 16.0 bytes on a rank", self.refusal(bounded_run("whole")))
+        self.assertRegex(self.refusal(bounded_run("larger", *lora, larger)),
+                         r"keeps 4\.\d+ bytes on average, most of them frozen \(lora\.modules\), on a rank .* a process may have 1\.40 GiB .*"
+                         r"fewer bits for what is frozen \(quantize\.modules\)")
+        narrow = bounded_run("narrow", *lora, larger, f"quantize.modules={MODULES}", f"checkpoint.resume={self.folder / 'nowhere'}")
+        self.assertIn("checkpoint.resume = ", self.refusal(narrow), "which comes after memory")
+        done = bounded_run("adapted", *lora)
+        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+        self.assertEqual(len(metrics(self.folder / "adapted")), 1)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,33 @@ class Resume(SystemTest):
         self.assertIn("no checkpoint", done.stderr.lower())
         self.assertEqual(len(metrics(log)), 4)
 
+    def test_the_saved_configuration_keeps_what_was_asked_for(self):
+        """The process that starts ranks decides for them what `latest` is; a run of what they saved asks again."""
+        saved = self.folder / "ckpt"
+        sets = ["optim.schedule=constant", "checkpoint.every=2", f"checkpoint.dir={saved}", "checkpoint.resume=latest"]
+        _, log = self.train("run", nproc=2, sets=[*sets, "run.steps=4"])
+        config = log / "config.toml"
+        for steps in (6, 8):  # of a fresh start, and of one that went on
+            for line in ('resume = "latest"', "replace = false"):
+                self.assertIn(line, config.read_text().splitlines())
+            done, _ = self.train("run", nproc=2, sets=[f"run.steps={steps}"], recipe=config)
+            self.assertEqual([m["step"] for m in metrics(log)], list(range(1, steps + 1)))
+            self.assertNotIn("set aside", done.stderr)
+        self.assertEqual(list(saved.glob("set-aside*")), [])
+        # What is found to be damaged is set aside all the same.
+        for victim in saved.glob("step-*/manifest.json"):
+            victim.write_text("{")
+        done, _ = self.train("run", nproc=2, sets=["run.steps=4"], recipe=config)
+        self.assertIn("starting afresh", done.stderr)
+        self.assertTrue((saved / "set-aside-1").exists())
+
+    def test_a_step_that_is_done_is_not_asked_for_a_dump(self):
+        sets, folders = self.checkpointed()
+        for nproc, step in ((1, 5), (2, 10)):
+            done, log = self.train("again", "--dump-step", step, "--dump-dir", self.folder / "dump", nproc=nproc, sets=[*sets, "checkpoint.resume=latest"], expect=2)
+            self.assertIn(f"--dump-step = {step}: the run goes on from step 10 ({folders[-1]})", self.refusal(done))
+            self.assertFalse(log.exists(), "something was started")
+
     def test_inspect_lists_slices(self):
         _, folders = self.checkpointed()
         done = run("inspect", folders[-1], "--json")

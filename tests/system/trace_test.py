@@ -78,6 +78,19 @@ class Trace(SystemTest):
         last = self.refusal(run("train", self.recipe, "--set", "log.timeline_every=-1"))
         self.assertIn("log.timeline_every", last)
 
+    def test_a_timeline_that_a_schedule_is_made_for_is_not_begun_anew(self):
+        sets = (f"mesh.pp={P}", "run.steps=1", "optim.warmup_steps=0")
+        _, log = self.train("run", nproc=P, sets=(*sets, "log.timeline_every=1"))
+        timeline = log / "timeline.jsonl"
+        before = timeline.read_bytes()
+        for source in (log, timeline):
+            made_for = (*sets, "pipeline.schedule=zb_1p", f"pipeline.costs_from={source}")
+            last = self.refusal(self.train("run", nproc=P, sets=made_for, expect=2)[0])
+            self.assertIn(f"pipeline.costs_from = {source}: is in log.dir, where this run begins its own timeline.jsonl", last)
+        self.assertEqual(timeline.read_bytes(), before)
+        self.train("other", nproc=P, sets=made_for)
+        self.assertEqual(timeline.read_bytes(), before)
+
 
 if __name__ == "__main__":
     unittest.main()

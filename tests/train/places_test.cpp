@@ -151,24 +151,35 @@ TEST_F(Places, AFractionTakesTheFirstModulesOfAPattern) {
   expect_same_bits("llama", {}, 2, Sets(third.begin() + 2, third.end()));
   expect_same_bits("llama", {"lora.modules=layers.*.attention.*"}, 1, {"offload.optimizer={ \"layers.*\" = \"host\" }", "offload.fraction=0.67"},
                    /*stage_3=*/false);
-  const auto shares = placed_shares(config("llama", third));
-  ASSERT_EQ(shares.size(), 2);
-  const int64_t block = 4 * 24 * 24 + 3 * 24 * 40 + 2 * 24, all = 3 * block + 2 * 259 * 24 + 24;
-  EXPECT_DOUBLE_EQ(shares[1].share, static_cast<double>(block) / all);
+  const auto kinds = count_elements(config("llama", third)).elements;
+  ASSERT_EQ(kinds.size(), 2);
+  EXPECT_EQ(kinds[1].count, 4 * 24 * 24 + 3 * 24 * 40 + 2 * 24);
 }
 
-TEST_F(Places, SharesAreThoseOfTheElements) {
-  const auto shares = [&](const Sets& sets) { return placed_shares(config("llama", sets)); };
-  ASSERT_EQ(shares({"offload.optimizer=disk"}).size(), 1);
-  EXPECT_EQ(shares({"offload.optimizer=disk"}).front().optimizer, WaitingPlace::Disk);
-  const auto two = shares({"zero.stage=3", "offload.params={ \"layers.*\" = \"disk\" }", "offload.optimizer={ \"layers.*\" = \"host\" }", "model.layers=3"});
+TEST_F(Places, ElementsAreCountedByWhereTheyWaitAndWhatTrainingKeepsOfThem) {
+  const auto counted = [&](const Sets& sets) { return count_elements(config("llama", sets)).elements; };
+  ASSERT_EQ(counted({"offload.optimizer=disk"}).size(), 1);
+  EXPECT_EQ(counted({"offload.optimizer=disk"}).front().optimizer, WaitingPlace::Disk);
+  const auto two = counted({"zero.stage=3", "offload.params={ \"layers.*\" = \"disk\" }", "offload.optimizer={ \"layers.*\" = \"host\" }", "model.layers=3"});
   ASSERT_EQ(two.size(), 2);
-  const int64_t block = 4 * 24 * 24 + 3 * 24 * 40 + 2 * 24, all = 3 * block + 2 * 259 * 24 + 24;
+  const int64_t block = 4 * 24 * 24 + 3 * 24 * 40 + 2 * 24, rest = 2 * 259 * 24 + 24;
   EXPECT_EQ(two[0].params, WaitingPlace::Device);
   EXPECT_EQ(two[1].params, WaitingPlace::Disk);
   EXPECT_EQ(two[1].optimizer, WaitingPlace::Host);
-  EXPECT_DOUBLE_EQ(two[1].share, 3.0 * block / all);
-  EXPECT_DOUBLE_EQ(two[0].share + two[1].share, 1);
+  EXPECT_EQ(two[1].count, 3 * block);
+  EXPECT_EQ(two[0].count, rest);
+  const Sets adapted{"model.layers=3", "lora.modules=layers.*.feed_forward.*", "lora.rank=2"};
+  const auto lora = counted(adapted);
+  ASSERT_EQ(lora.size(), 2);
+  EXPECT_FALSE(lora[0].trained);
+  EXPECT_EQ(lora[0].count, 3 * block + rest);
+  EXPECT_EQ(lora[1].count, 3 * 3 * 2 * (24 + 40)) << "A and B of three layers a block";
+  Sets fewer = adapted;
+  fewer.emplace_back("quantize.modules=layers.*.feed_forward.*");
+  const CountedElements narrow = count_elements(config("llama", fewer));
+  EXPECT_EQ(narrow.elements[0].count, 3 * (4 * 24 * 24 + 2 * 24) + rest);
+  EXPECT_GT(narrow.quantized_bytes, 3 * 3 * 24 * 40 / 2) << "codes, and scales";
+  EXPECT_LT(narrow.quantized_bytes, 3 * 3 * 24 * 40);
 }
 
 }  // namespace

@@ -84,7 +84,7 @@ TEST(StateBytes, BesideTheDeviceAreWhatTheTrackerMeasures) {
     SCOPED_TRACE(::testing::PrintToString(sets));
     const Config config = testing_support::formula_config(sets);
     const auto held = testing_support::held_bytes(config, ranks);
-    const auto measured = held.beside_device(), expected = beside_device_per_parameter(config, bytes_per_parameter(config), ranks);
+    const auto measured = held.beside_device(), expected = beside_device_per_parameter(config, ranks);
     const double rounding = 0.01 * expected.total(), on_its_way = static_cast<double>(config.zero.bucket_bytes) / held.parameters;
     EXPECT_NEAR(measured.weight + measured.state, expected.weight + expected.state, rounding);  // copies count as state here and there
     EXPECT_GE(measured.gradient, expected.gradient - rounding);
@@ -118,6 +118,44 @@ TEST(StateBytes, OnDiskAreTheSlicesAndTheirTraffic) {
   EXPECT_NEAR(on_disk_per_parameter(blocks, 2).total(), share * 4, 1e-9);
   EXPECT_NEAR(on_host_per_parameter(blocks, 2, /*on_cpu=*/false).total(), share * 4, 1e-9) << "its state";
   EXPECT_NEAR(on_host_per_parameter(blocks, 2, /*on_cpu=*/true).total(), share * 4 + (1 - share) * 8, 1e-9) << "and all of the rest";
+}
+
+// Of what [lora] freezes there is a weight alone, and of what [quantize] names some bits, which nothing shards.
+TEST(StateBytes, OfWhatIsFrozenAreWhatTheTrackerMeasures) {
+  constexpr double kNear = 0.05;  // of a byte: A and B, 4% as many elements as the model, keep 0.7 bytes of each parameter of it
+  const Sets adapted{"lora.modules=layers.*.attention.*, layers.*.feed_forward.*", "lora.rank=4", "optim.max_grad_norm=1"};
+  const auto with = [&](const Sets& more) {
+    Sets sets = adapted;
+    sets.insert(sets.end(), more.begin(), more.end());
+    return testing_support::formula_config(sets);
+  };
+  constexpr int kRanks = 2;
+  for (const Sets& fewer : {Sets{}, Sets{"quantize.modules=layers.*.attention.*, layers.*.feed_forward.*"}}) {
+    if (!fewer.empty() && !testing_support::test_device().is_cpu()) continue;
+    for (const int stage : {0, 1, 2, 3}) {
+      SCOPED_TRACE("stage " + std::to_string(stage) + ::testing::PrintToString(fewer));
+      Sets sets = fewer;
+      sets.push_back("zero.stage=" + std::to_string(stage));
+      const Config config = with(sets);
+      const auto expected = kept_per_parameter(bytes_per_parameter(config), stage, kRanks), measured = testing_support::held_bytes(config, kRanks).state();
+      EXPECT_NEAR(measured.weight, expected.weight + expected.quantized, kNear);
+      EXPECT_NEAR(measured.gradient, expected.gradient, kNear);
+      EXPECT_NEAR(measured.state, expected.state, kNear);
+      EXPECT_NEAR(on_host_per_parameter(config, kRanks, /*on_cpu=*/true).total(), expected.total(), 1e-9);
+      EXPECT_EQ(on_host_per_parameter(config, kRanks, /*on_cpu=*/false).total(), 0);
+    }
+  }
+  const double trained = trained_share(with({}));
+  EXPECT_NEAR(trained, 4.0 * 4 * (4 * (128 + 128) + 3 * (128 + 384)) / static_cast<double>(num_parameters(with({}).model)), 1e-12);
+  const Config moved = with({"offload.optimizer=host"});
+  const auto measured = testing_support::held_bytes(moved, 1).beside_device(), expected = beside_device_per_parameter(moved, 1);
+  EXPECT_NEAR(expected.weight, trained * 4, 1e-9) << "the host has copies of what it updates";
+  EXPECT_NEAR(measured.weight + measured.state, expected.weight + expected.state, kNear);
+  const Config filed = with({"zero.stage=3", "offload.params=disk", "offload.gradients=disk", "offload.optimizer=disk"});
+  EXPECT_NEAR(on_disk_per_parameter(filed, kRanks).total(), (4 + trained * 16) / 2, 1e-9);
+  const auto traffic = disk_traffic_per_parameter(filed, kRanks, /*micro_batches=*/3);
+  EXPECT_NEAR(traffic.write, trained * (4 + 2 + (3 + 1) * 2), 1e-9) << "nothing of what is frozen";
+  EXPECT_NEAR(traffic.read, 2 * 3 * 2 + trained * (4 + (2 * 3 + 1) * 2 + (2 + 1 + 1 + 1) * 2), 1e-9) << "which is gathered";
 }
 
 }  // namespace
