@@ -59,24 +59,23 @@ class Printer {
   };
   Printer(const data::Tokenizer& tokenizer, std::vector<Text> texts, int64_t max_tokens, std::optional<int64_t> end_of_text)
       : tokenizer_(tokenizer), max_tokens_(max_tokens), end_of_text_(end_of_text) {
-    for (const Text& text : texts) texts_.push_back({.waiting = (texts.size() > 1 ? text.title + "\n" : "") + text.prompt, .last = text.last});
+    for (const Text& text : texts)
+      texts_.push_back({.waiting = (texts.size() > 1 ? text.title + "\n" : "") + text.prompt, .decoder = data::StreamDecoder(tokenizer, text.last)});
     write();
   }
 
   void token(size_t number, int64_t token) {
     Made& text = texts_[number];
     text.ended = ++text.tokens == max_tokens_ || token == end_of_text_;
-    if (token < tokenizer_.vocab_size()) {  // ids that the model has beyond the tokenizer's stand for nothing
-      text.waiting += tokenizer_.decode_next(text.last, static_cast<int32_t>(token));
-      text.last = static_cast<int32_t>(token);
-    }
+    if (token < tokenizer_.vocab_size()) text.waiting += text.decoder.add(static_cast<int32_t>(token));  // ids of the model beyond those stand for nothing
+    if (text.ended) text.waiting += text.decoder.finish();
     write();
   }
 
  private:
   struct Made {
-    std::string waiting;            ///< to be written
-    std::optional<int32_t> last{};  ///< id before what is made next
+    std::string waiting;  ///< to be written
+    data::StreamDecoder decoder;
     int64_t tokens = 0;
     bool ended = false;
   };

@@ -20,11 +20,13 @@ struct RunIdentity {
   };
   std::string run{};                ///< empty: of a version that wrote none
   std::string start{};              ///< of the process that wrote it
+  std::string job{};                ///< of the launcher, in all attempts that it made of the program; empty: it gave none, or a version that wrote none
   std::vector<Ancestor> lineage{};  ///< of earlier starts, the oldest first
 
-  static RunIdentity fresh();
+  /// `job` in both: as Environment::job says.
+  static RunIdentity fresh(std::string job = {});
   /// What goes on from this one's checkpoint of `step`.
-  RunIdentity continued(int64_t step) const;
+  RunIdentity continued(int64_t step, std::string job = {}) const;
   /// Whether the checkpoint that `writer` wrote at `step` lies on this line, up to here.
   bool holds(const RunIdentity& writer, int64_t step) const;
   /// Whether it went on, directly or through others, from the checkpoint that `writer` wrote at `step`.

@@ -65,6 +65,7 @@ struct Environment {
   int master_port = 0;
   bool agent_store = false;  ///< the launcher serves the store on master_port; otherwise rank 0 does
   int restart_count = 0;     ///< keeps the keys of one attempt apart from the next one's
+  std::string job{};         ///< the same in all attempts of a job, and of no other as far as its launcher can tell them apart; empty: it cannot
   bool launched = false;     ///< one of several, or told that it is one of one
   Launcher launcher = Launcher::None;
 };
@@ -73,7 +74,8 @@ struct Environment {
 using Lookup = std::function<std::optional<std::string>(const std::string& name)>;
 
 /// Reads the variables of the launcher, the innermost first: where torchrun runs under srun, torchrun is who started this process.
-///   torchrun   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE, TORCHELASTIC_RESTART_COUNT.
+///   torchrun   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE, TORCHELASTIC_RESTART_COUNT,
+///              TESSERA_JOB (`tessera run` and `--nproc`) or TORCHELASTIC_RUN_ID.
 ///              RANK says it is torchrun. The other three also do, unless mpirun or srun is there; then they must agree with it.
 ///   mpirun     Open MPI's OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}, or PMI_RANK and PMI_SIZE with MPI_LOCALRANKID and MPI_LOCALNRANKS.
 ///   srun       SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, and of the step: SLURM_STEP_{NUM_TASKS,TASKS_PER_NODE,NODELIST}, or where these are missing

@@ -78,7 +78,7 @@ class Packer {
 
   /// Block by block; returns its bytes of text.
   int64_t add_whole(const std::filesystem::path& file) {
-    TextReader reader(file);
+    TextReader reader(file, knob_);
     std::string text;
     int64_t done = 0;
     for (bool more = true; more;) {
@@ -95,7 +95,7 @@ class Packer {
 
   /// Each document by itself, so that its ids do not depend on what lies beside it; returns their bytes of text.
   int64_t add_parts(const std::filesystem::path& file) {
-    TextReader reader(file);
+    TextReader reader(file, knob_);
     std::string text;
     int64_t done = 0, offset = 0;
     for (bool more = true; more;) {
@@ -274,15 +274,15 @@ Corpus::Corpus(std::filesystem::path path, std::unique_ptr<MappedFile> file) : p
 
 Corpus::~Corpus() = default;
 
-int64_t Corpus::windows(int64_t seq_len) const {
-  if (documents_ != Documents::None) return packed(seq_len)->count();
+int64_t Corpus::windows(int64_t seq_len, const std::string& seq_len_knob) const {
+  if (documents_ != Documents::None) return packed(seq_len, seq_len_knob)->count();
   return tokens_ > 0 ? (tokens_ - 1) / seq_len : 0;
 }
 
-std::shared_ptr<const PackedWindows> Corpus::packed(int64_t seq_len) const {
+std::shared_ptr<const PackedWindows> Corpus::packed(int64_t seq_len, const std::string& seq_len_knob) const {
   const std::lock_guard lock(packing_);
   auto& windows = packed_[seq_len];
-  if (!windows) windows = std::make_shared<PackedWindows>(document_ends_, seq_len);
+  if (!windows) windows = std::make_shared<PackedWindows>(document_ends_, seq_len, seq_len_knob);
   return windows;
 }
 

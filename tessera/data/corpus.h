@@ -51,11 +51,11 @@ class Corpus {
   Documents documents() const { return documents_; }  ///< what it was cut into
 
   /// Windows of `seq_len` inputs and targets: (tokens - 1) / seq_len, rounded down; of documents, as PackedWindows packs them, who throws where one is longer.
-  int64_t windows(int64_t seq_len) const;
+  int64_t windows(int64_t seq_len, const std::string& seq_len_knob = "data.seq_len") const;
   /// What lies in one: of a stream, all columns in one piece.
   std::vector<Piece> window(int64_t window, int64_t seq_len) const;
   /// The windows of a corpus of documents, made once for each length.
-  std::shared_ptr<const PackedWindows> packed(int64_t seq_len) const;
+  std::shared_ptr<const PackedWindows> packed(int64_t seq_len, const std::string& seq_len_knob = "data.seq_len") const;
 
   /// Ids first .. first + count - 1, widened to 64 bits, into `out`.
   void read(int64_t first, int64_t count, int64_t* out) const;

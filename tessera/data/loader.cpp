@@ -203,8 +203,9 @@ void fill_with(const Corpus& corpus, const std::vector<int64_t>& windows, int64_
 }
 
 void check_windows(const Corpus& corpus, int64_t seq_len, int64_t needed, const std::string& knob, const std::string& seq_len_knob) {
-  require(corpus.windows(seq_len) >= needed, seq_len_knob, " = ", seq_len, ": the text holds ", corpus.tokens(), " tokens and gives ", corpus.windows(seq_len),
-          " windows of ", seq_len, " + 1; ", knob, " needs ", needed, "; give more text, or a smaller ", seq_len_knob);
+  const int64_t windows = corpus.windows(seq_len, seq_len_knob);
+  require(windows >= needed, seq_len_knob, " = ", seq_len, ": the text holds ", corpus.tokens(), " tokens and gives ", windows, " windows of ", seq_len,
+          " + 1; ", knob, " needs ", needed, "; give more text, or a smaller ", seq_len_knob);
 }
 
 Loader::Loader(std::shared_ptr<const Corpus> corpus, LoaderOptions options)

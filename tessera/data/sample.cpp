@@ -1,6 +1,8 @@
 #include "tessera/data/sample.h"
 
 #include <algorithm>
+#include <optional>
+#include <string_view>
 
 #include "tessera/data/text.h"
 
@@ -41,11 +43,29 @@ class Thinning {
   std::vector<std::string> kept_;
 };
 
+/// A line may be the whole file: one that goes on beyond `most` bytes of a stretch is cut there, at a character's begin.
+struct Stretch {
+  size_t least, most;
+
+  /// Where the stretch that `text` begins with ends; nothing where the next block has to tell.
+  std::optional<size_t> end(std::string_view text, bool more) const {
+    const size_t newline = text.substr(0, most).find('\n', least);
+    if (newline != std::string_view::npos) return newline + 1;
+    if (text.size() <= most) return more ? std::nullopt : std::optional(text.size());
+    size_t cut = most;
+    constexpr size_t longest_character = 4;
+    while (cut + longest_character > most + 1 && (static_cast<unsigned char>(text[cut]) & 0xc0) == 0x80) --cut;
+    return cut;
+  }
+};
+
 }  // namespace
 
 std::vector<std::string> sample_text(const std::vector<std::filesystem::path>& files, int64_t bytes) {
   // At least 64 stretches make the sample, so that it sees all of the text.
   const size_t stretch_bytes = bytes > 0 ? static_cast<size_t>(std::clamp<int64_t>(bytes / 64, 1, 64 << 10)) : 64 << 10;
+  constexpr size_t longest_line = 4096;  // of text that somebody wrote; its lines stay whole however small the sample is
+  const Stretch stretch{.least = stretch_bytes, .most = std::max(4 * stretch_bytes, longest_line)};
   Thinning thinning(bytes);
   for (const auto& file : files) {
     TextReader reader(file);
@@ -54,13 +74,10 @@ std::vector<std::string> sample_text(const std::vector<std::filesystem::path>& f
       more = reader.read(text, 1 << 20) > 0;
       size_t begin = 0;
       while (begin < text.size()) {
-        size_t end = begin + stretch_bytes < text.size() ? text.find('\n', begin + stretch_bytes) : std::string::npos;
-        if (end == std::string::npos) {
-          if (more) break;  // the line goes on in the next block
-          end = text.size() - 1;
-        }
-        thinning.add(text.substr(begin, end + 1 - begin));
-        begin = end + 1;
+        const auto size = stretch.end(std::string_view(text).substr(begin), more);
+        if (!size) break;
+        thinning.add(text.substr(begin, *size));
+        begin += *size;
       }
       text.erase(0, begin);
     }

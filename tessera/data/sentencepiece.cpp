@@ -17,9 +17,9 @@
 #include "tessera/data/utf8.h"
 
 // Words repeat, and the library encodes each anew. Remembering them is right only where a word's ids do not depend on its neighbors: if no piece of the model
-// holds these two bytes side by side, no piece can reach across, and both sides are encoded by themselves. What a model does beside that (spaces in front,
-// replaced characters) is found by probes and not read from its settings, which mean different things in different versions; one that alters its text is given
-// it in large parts.
+// holds these two bytes side by side, no piece can reach across, and both sides are encoded by themselves. What a model does beside that (spaces in front or
+// taken away) is found by probes and not read from its settings, which mean different things in different versions; only whether it has rules that make other
+// characters of some is read, for no probe holds all that they may change. One that alters its text is given it in large parts.
 
 namespace tessera::data {
 namespace {
@@ -61,7 +61,8 @@ struct Model {
     return out;
   }
 
-  void read_pieces() {
+  /// `rules`: has_rules.
+  void read_pieces(bool rules) {
     byte_ids.fill(-1);
     const int n = processor.GetPieceSize();
     for (int id = 0; id < n; ++id) {
@@ -80,19 +81,22 @@ struct Model {
     }
     has_bytes = std::ranges::all_of(byte_ids, [](int32_t id) { return id >= 0; });
 
+    const std::vector<int32_t> newline = ids("\n");
     bool before_newline = false, behind_newline = false;  // pieces that reach into a run of newlines, or out of it
     for (int c = 0; c < 256; ++c) {
       before_newline |= c != '\n' && joined[pair(static_cast<char>(c), '\n')];
       behind_newline |= c != '\n' && joined[pair('\n', static_cast<char>(c))];
+      // Of a model that takes a newline for a space, and one at the end away, those that reach into a space.
+      before_newline |= newline.empty() && c != ' ' && joined[pair(static_cast<char>(c), ' ')];
     }
-    const std::vector<int32_t> newline = ids("\n");
     anchor_ids = newline.size();
     newline_anchor_ids = ids("a").size();
     const bool newline_known = !newline.empty() && !processor.IsUnknown(newline.back()) && text[newline.back()] == "\n";
     const std::string probe = "\n a  b\t c \n";
     const std::string back = join(ids(probe));
-    space_prefix = newline_known && newline.size() == 2 && back == " " + probe && !before_newline && !behind_newline;
-    plain = newline_known && (space_prefix || (newline.size() == 1 && back == probe));
+    const bool kept = newline_known && !rules;
+    space_prefix = kept && newline.size() == 2 && back == " " + probe && !before_newline && !behind_newline;
+    plain = kept && (space_prefix || (newline.size() == 1 && back == probe));
     cut_at_words = plain && !before_newline && !behind_newline;
     // Behind a space, too: a model that takes away spaces at the end of what it is given would take those of each line.
     const auto comes_apart = [&](const std::string& line) {
@@ -164,7 +168,8 @@ class SentencePieceEncoder : public Encoder {
         const size_t length = utf8_length(word.substr(stop));
         if (length == 0) {
           require(keep_mark, "not valid UTF-8 at byte ", offset + static_cast<int64_t>(stop),
-                  ", and this tokenizer has no bytes to spell it in; clean the text, or use a tokenizer with byte fallback");
+                  model_.has_bytes ? ", and this tokenizer changes its text before it spells any of it in bytes; clean the text, or use one without rules"
+                                   : ", and this tokenizer has no bytes to spell it in; clean the text, or use a tokenizer with byte fallback");
           stop_bytes = 1;
         } else if (keep_mark && word.substr(stop, length) == space_mark) {
           stop_bytes = length;
@@ -223,7 +228,7 @@ class SentencePieceTokenizer : public Tokenizer {
     if (const std::string problem = problem_of_rules(bytes); !problem.empty()) refuse("; " + problem);
     try {
       if (bytes.empty() || !model_.processor.LoadFromSerializedProto(bytes).ok()) refuse("");
-      model_.read_pieces();
+      model_.read_pieces(has_rules(bytes));
     } catch (const ConfigError&) {
       throw;
     } catch (const std::exception& error) {  // the library's own, of pieces that no model can have

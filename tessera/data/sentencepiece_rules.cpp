@@ -109,9 +109,9 @@ std::string problem_of_trie(std::string_view rules) {
   return {};
 }
 
-}  // namespace
-
-std::string problem_of_rules(std::string_view model) {
+/// Shows `look` all compiled rules of a model, one after the other, until it finds a problem in them; returns that problem, or one of the fields on the way.
+template <class Look>
+std::string walk_rules(std::string_view model, Look&& look) {
   const auto at = [&](const Fields& fields) { return detail::concat("at byte ", fields.start() - model.data(), ", "); };
   constexpr uint64_t normalizer = 3, denormalizer = 5, compiled = 2;  // fields of ModelProto and of NormalizerSpec
   Fields specs(model);
@@ -120,11 +120,24 @@ std::string problem_of_rules(std::string_view model) {
     Fields spec(specs.bytes());
     while (spec.next()) {
       if (spec.number() != compiled) continue;
-      if (auto problem = problem_of_trie(spec.bytes()); !problem.empty()) return at(spec) + "normalization rules: " + problem;
+      if (const std::string problem = look(spec.bytes()); !problem.empty()) return at(spec) + "normalization rules: " + problem;
     }
     if (spec.broken()) return at(spec) + "a normalizer that is cut short";
   }
   return specs.broken() ? at(specs) + "a field that is cut short" : "";
+}
+
+}  // namespace
+
+std::string problem_of_rules(std::string_view model) { return walk_rules(model, problem_of_trie); }
+
+bool has_rules(std::string_view model) {
+  bool found = false;
+  walk_rules(model, [&](std::string_view compiled) {
+    found = found || !compiled.empty();
+    return std::string();
+  });
+  return found;
 }
 
 }  // namespace tessera::data

@@ -9,4 +9,7 @@ namespace tessera::data {
 /// follows the offsets in them without looking where they lead: rules that are damaged would have it read anywhere. Linear in the model's size.
 std::string problem_of_rules(std::string_view model);
 
+/// Whether a model that has no such problem has any normalization rules: then characters may become others before it looks for pieces.
+bool has_rules(std::string_view model);
+
 }  // namespace tessera::data

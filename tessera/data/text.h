@@ -10,10 +10,12 @@ namespace tessera::data {
 /// Reads a text file block by block: compressed by gzip where its name ends in .gz (several members too) or .dz (dictzip, which is gzip with an index),
 /// plain otherwise.
 ///
-/// Throws ConfigError with the file, and the offset in it, where it is missing, unreadable, truncated, or damaged.
+/// Throws ConfigError with the file, and the offset in it, where it is missing, unreadable, truncated, or damaged; and where it begins as no text does: gzip
+/// data under another name, what other programs have compressed, UTF-16.
 class TextReader {
  public:
-  explicit TextReader(std::filesystem::path file);
+  /// `knob`: what named the file, for messages.
+  explicit TextReader(const std::filesystem::path& file, const std::string& knob = "");
   ~TextReader();
   TextReader(const TextReader&) = delete;
   TextReader& operator=(const TextReader&) = delete;

@@ -1,7 +1,6 @@
 #include "tessera/data/tokenizer.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <exception>
 #include <system_error>
@@ -69,13 +68,31 @@ void ParallelEncoder::append(std::string_view text, bool first, std::vector<int3
   }
 }
 
-std::string Tokenizer::decode_next(std::optional<int32_t> before, int32_t id) const {
-  if (before) {
-    const std::array<int32_t, 2> both{*before, id};
-    const std::string text = decode(both), known = decode(std::span(both).first(1));
-    if (text.starts_with(known)) return text.substr(known.size());  // bytes that spell no character alone may read otherwise beside others
-  }
-  return decode(std::span(&id, 1));
+std::string StreamDecoder::add(int32_t id) {
+  constexpr std::string_view unfinished = "\ufffd";
+  constexpr size_t longest_character = 4;  // bytes, each of which may be an id
+  waiting_.push_back(id);
+  const std::string text = text_of(waiting_);
+  if (!text.ends_with(unfinished)) return settle(waiting_.size());
+  return waiting_.size() < longest_character ? "" : settle(1);  // it begins no character: the others still may
+}
+
+std::string StreamDecoder::finish() { return settle(waiting_.size()); }
+
+std::string StreamDecoder::settle(size_t count) {
+  if (count == 0) return {};
+  std::string text = text_of(std::span(waiting_).first(count));
+  before_ = waiting_[count - 1];
+  waiting_.erase(waiting_.begin(), waiting_.begin() + static_cast<int64_t>(count));
+  return text;
+}
+
+std::string StreamDecoder::text_of(std::span<const int32_t> ids) const {
+  if (!before_) return tokenizer_->decode(ids);
+  std::vector<int32_t> both{*before_};
+  both.insert(both.end(), ids.begin(), ids.end());
+  const std::string text = tokenizer_->decode(both), known = tokenizer_->decode(std::span(both).first(1));
+  return text.starts_with(known) ? text.substr(known.size()) : tokenizer_->decode(ids);
 }
 
 void check_vocabulary(const Tokenizer& tokenizer, int64_t model_vocab_size) {

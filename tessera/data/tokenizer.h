@@ -41,10 +41,6 @@ class Tokenizer {
   /// Control ids (end of text) give nothing. Throws ConfigError on an id outside the vocabulary.
   virtual std::string decode(std::span<const int32_t> ids) const = 0;
 
-  /// What `id` adds behind `before`, where texts are shown as they come: decoded alone, a piece that begins with a space would lose it, as the first of a text
-  /// does with a model that puts one in front. Without `before` the text begins.
-  std::string decode_next(std::optional<int32_t> before, int32_t id) const;
-
   /// The end-of-text id, if the tokenizer has one.
   virtual std::optional<int32_t> eos() const = 0;
 
@@ -58,6 +54,28 @@ class Tokenizer {
   virtual size_t boundary(std::string_view text, size_t from) const = 0;
 
   virtual std::unique_ptr<Encoder> encoder() const = 0;
+};
+
+/// Text of ids as they come: all that it gives, one after the other, is what Tokenizer::decode gives of all the ids behind `before`, the last one before them
+/// (nothing: the text begins). Decoded alone, a piece that begins with a space would lose it, as the first of a text does with a model that puts one in front;
+/// and the bytes of a character, each an id, would be as many U+FFFD with a model whose text SentencePiece decodes.
+class StreamDecoder {
+ public:
+  /// `tokenizer` must outlive it.
+  explicit StreamDecoder(const Tokenizer& tokenizer, std::optional<int32_t> before = std::nullopt) : tokenizer_(&tokenizer), before_(before) {}
+
+  /// The text that is settled with `id`; what may be a character's first bytes waits for those to come.
+  std::string add(int32_t id);
+  /// What still waits, at the end.
+  std::string finish();
+
+ private:
+  std::string settle(size_t count);
+  std::string text_of(std::span<const int32_t> ids) const;
+
+  const Tokenizer* tokenizer_;
+  std::optional<int32_t> before_;
+  std::vector<int32_t> waiting_{};
 };
 
 /// An Encoder that deals long text over threads, in parts cut at Tokenizer::boundary: the same ids in the same order, bit for bit.

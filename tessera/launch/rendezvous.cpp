@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "tessera/comm/meeting/stores.h"
+#include "tessera/core/drawn_name.h"
 #include "tessera/core/error.h"
 #include "tessera/core/host_name.h"
 
@@ -78,7 +79,8 @@ void Rendezvous::commit(const Known& known, Change&& change) {
 }
 
 std::unique_ptr<Board> Rendezvous::connect() {
-  Round initial{.nnodes = detail::concat(options_.rules.min_nodes, ':', options_.rules.max_nodes)};
+  // Of the agents that begin a job the first one's counts, its name included: the store takes no second.
+  Round initial{.nnodes = detail::concat(options_.rules.min_nodes, ':', options_.rules.max_nodes), .job = drawn_name()};
   if (alone_) return board_on(alone_, initial);
   const Known known = begin_attempt();
   const bool again = known.met && (known.job.phase == Phase::Running || known.job.phase == Phase::Stopping);  // otherwise nothing is lost by beginning anew

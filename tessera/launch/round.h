@@ -40,6 +40,7 @@ struct Round {
   Phase phase = Phase::Joining;
   int64_t number = 0;           ///< of the times that workers were started, from 1
   std::string nnodes{};         ///< "MIN:MAX" of the agent that began it
+  std::string job{};            ///< drawn by the agent that began it, and kept to its end: what tells it from any other job
   std::vector<Node> nodes{};    ///< members; once it runs, in the order of their ranks
   std::vector<Node> waiting{};  ///< came later
   int restarts = 0;             ///< used up by failures

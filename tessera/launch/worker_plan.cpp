@@ -82,6 +82,7 @@ std::vector<WorkerPlan> plan_workers(const JobOptions& job, const Round& round, 
   set("TORCHELASTIC_RESTART_COUNT", attempt);
   set("TORCHELASTIC_MAX_RESTARTS", job.max_restarts);
   set("TORCHELASTIC_RUN_ID", job.run_id);
+  set("TESSERA_JOB", round.job);  // also where it is inherited: this job's own restarts are what it is for
   if (!record_folder.empty()) set("TESSERA_RECORD_DIR", record_folder);
 
   std::vector<WorkerPlan> plans;

@@ -57,36 +57,58 @@ bool went_on_from(const std::string& named, const checkpoint::Manifest& manifest
   }
 }
 
-/// The newest valid checkpoint below step `before` in checkpoint.dir. Where one is named in checkpoint.resume: that went on from it, or else the named one.
-std::optional<ResumePoint> find_newest(const Config& config, checkpoint::Thoroughness thoroughness, std::vector<std::string>& remarks,
-                                       int64_t before = std::numeric_limits<int64_t>::max()) {
-  const auto& [dir, from] = std::tie(config.checkpoint.dir, config.checkpoint.resume);
-  const bool named = !from.empty() && from != "latest";
-  for (;;) {
-    const auto found = checkpoint::find_latest(dir, thoroughness, before);
-    for (const auto& reason : found.skipped) remarks.push_back("passing over " + reason);
-    if (!found.folder) break;
-    ResumePoint point{.folder = *found.folder, .manifest = checkpoint::read_manifest(*found.folder), .newest = true};
-    if (!named || went_on_from(from, point.manifest)) return point;
-    before = point.manifest.step;
-  }
-  if (named) return named_point(from, thoroughness);
-  remarks.push_back("no checkpoint in " + dir + ": starting afresh");
-  return std::nullopt;
+/// How one says which checkpoints: "step-00000010" or "step-00000010 to step-00000030".
+std::string names_of(const std::vector<std::filesystem::path>& folders) {
+  const auto name = [](const std::filesystem::path& folder) { return folder.filename().string(); };
+  return folders.size() == 1 ? name(folders.front()) : name(folders.front()) + " to " + name(folders.back());
 }
 
-std::optional<ResumePoint> find_resume(const Config& config, const OpenOptions& options, std::vector<std::string>& remarks) {
+/// Goes on from the newest valid checkpoint below step `before` in checkpoint.dir. Where one is named in checkpoint.resume: that went on from it, or else the
+/// named one. Unless `latest` was asked for, whoever wrote it, this is a restart, which goes on from its own job's: an attempt may end before it has set aside
+/// (or refused) what others left there, and the next one must do no more than it would have done.
+void find_newest(const Config& config, checkpoint::Thoroughness thoroughness, Inputs& inputs, int64_t before = std::numeric_limits<int64_t>::max()) {
+  const auto& [dir, from] = std::tie(config.checkpoint.dir, config.checkpoint.resume);
+  const bool named = !from.empty() && from != "latest";
+  const bool own_alone = from != "latest" && !inputs.job.empty();
+  inputs.resume.reset();
+  std::vector<std::filesystem::path> others;  // newest first
+  while (!inputs.resume) {
+    const auto found = checkpoint::find_latest(dir, thoroughness, before);
+    for (const auto& reason : found.skipped) inputs.remarks.push_back("passing over " + reason);
+    if (!found.folder) break;
+    ResumePoint point{.folder = *found.folder, .manifest = checkpoint::read_manifest(*found.folder), .newest = true};
+    before = point.manifest.step;
+    if (named && !went_on_from(from, point.manifest)) continue;
+    if (own_alone && point.manifest.run.job != inputs.job) {
+      others.push_back(point.folder);
+    } else {
+      inputs.resume = std::move(point);
+    }
+  }
+  if (!others.empty()) {
+    std::ranges::reverse(others);
+    inputs.remarks.push_back(detail::concat("passing over ", names_of(others), " in ", dir, ": of another job, and a restart goes on from its own job's"));
+  }
+  if (!inputs.resume && named) inputs.resume = named_point(from, thoroughness);
+  if (!inputs.resume) inputs.remarks.push_back(detail::concat("no checkpoint ", others.empty() ? "" : "of this job ", "in ", dir, ": starting afresh"));
+  inputs.may_start_afresh = !inputs.resume && others.empty();  // what is another's is for checkpoint.replace to set aside
+}
+
+void find_resume(const Config& config, const OpenOptions& options, Inputs& inputs) {
   const auto& from = config.checkpoint;
   const bool again = options.restarted && !from.dir.empty();
-  if (from.resume.empty() && !again) return std::nullopt;
+  if (from.resume.empty() && !again) return;
   const bool latest = from.resume == "latest" || again;
   require(!latest || !from.dir.empty(), "checkpoint.resume = latest: there is no checkpoint.dir to look in; set checkpoint.dir, or name the checkpoint");
   const bool known = !options.hashed.empty() && options.hashed == from.resume;
   const bool hashing = from.verify && !known && !options.one_of_several;
   const auto thoroughness = hashing ? checkpoint::Thoroughness::Hashes : checkpoint::Thoroughness::Sizes;
-  auto found = latest ? find_newest(config, thoroughness, remarks) : named_point(from.resume, thoroughness);
-  if (found) found->hashed = hashing || known;
-  return found;
+  if (latest) {
+    find_newest(config, thoroughness, inputs);
+  } else {
+    inputs.resume = named_point(from.resume, thoroughness);
+  }
+  if (inputs.resume) inputs.resume->hashed = hashing || known;
 }
 
 /// What the checkpoint must agree with. A partial load is there for models that differ.
@@ -160,12 +182,6 @@ void check_fit(const Config& config, const Inputs& inputs) {
   if (!config.checkpoint.partial.empty()) checkpoint::check_partial(config.checkpoint.partial, manifest, parameter_names(config));
 }
 
-/// How one says which checkpoints: "step-00000010" or "step-00000010 to step-00000030".
-std::string names_of(const std::vector<std::filesystem::path>& folders) {
-  const auto name = [](const std::filesystem::path& folder) { return folder.filename().string(); };
-  return folders.size() == 1 ? name(folders.front()) : name(folders.front()) + " to " + name(folders.back());
-}
-
 }  // namespace
 
 Config read_config(const std::filesystem::path& file, const std::vector<std::string>& sets) {
@@ -189,8 +205,8 @@ Inputs open_inputs(const Config& config, const OpenOptions& options) {
         data::Corpus::open_or_build(paths(config.data.validation_files), *inputs.tokenizer, config.data.cache_dir, 0, "data.validation_files", documents);
     data::check_windows(*inputs.validation, config.data.seq_len, 1, "data.validation_files");
   }
-  inputs.resume = find_resume(config, options, inputs.remarks);
-  inputs.may_start_afresh = !inputs.resume && !inputs.remarks.empty();  // as `latest`, or a restart, found none
+  inputs.job = options.job;
+  find_resume(config, options, inputs);
   check_fit(config, inputs);
   return inputs;
 }
@@ -222,8 +238,7 @@ void check_hashes(Inputs& inputs, const Config& config, const comm::World& world
     }
     if (!resume->newest) refuse_named(resume->folder.string(), problem);
     inputs.remarks.push_back("passing over " + problem);
-    resume = find_newest(config, checkpoint::Thoroughness::Sizes, inputs.remarks, resume->manifest.step);
-    inputs.may_start_afresh = !resume;
+    find_newest(config, checkpoint::Thoroughness::Sizes, inputs, resume->manifest.step);
     check_fit(config, inputs);
   }
 }
@@ -277,7 +292,7 @@ void lock_checkpoint_dir(const Config& config, Inputs& inputs) {
 
 checkpoint::RunIdentity run_identity(const Inputs& inputs) {
   const auto& resume = inputs.resume;
-  return resume ? resume->manifest.run.continued(resume->manifest.step) : checkpoint::RunIdentity::fresh();
+  return resume ? resume->manifest.run.continued(resume->manifest.step, inputs.job) : checkpoint::RunIdentity::fresh(inputs.job);
 }
 
 std::vector<std::string> enter_checkpoint_dir(const Config& config, const Inputs& inputs, const checkpoint::RunIdentity& run) {

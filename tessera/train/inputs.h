@@ -38,14 +38,17 @@ struct Inputs {
   std::optional<ResumePoint> resume;
   std::vector<std::string> remarks;           ///< to be said aloud once: checkpoints that were passed over, a fresh start
   bool may_start_afresh = false;              ///< `latest` was asked for, and found none: what cannot be used in checkpoint.dir is set aside
+  std::string job{};                          ///< OpenOptions::job
   std::unique_ptr<checkpoint::RunLock> lock;  ///< of checkpoint.dir; null until lock_checkpoint_dir, and on all ranks but the first
 };
 
 /// Who a process that opens inputs is.
 struct OpenOptions {
-  /// A launcher started this attempt after a failure: where there is a checkpoint.dir, `latest` is implied, and a named checkpoint.resume stands for the newest
+  /// A launcher started this attempt after another: where there is a checkpoint.dir, `latest` is implied, and a named checkpoint.resume stands for the newest
   /// checkpoint there that went on from it.
   bool restarted = false;
+  /// Environment::job. Where it is known, what a restart finds so is of this job alone: what others wrote, its first attempt may not yet have set aside.
+  std::string job{};
   std::filesystem::path hashed{};  ///< a checkpoint whose hashes the process that started this one has just checked; empty: none
   bool one_of_several = false;     ///< check_hashes() will follow, which shares the reading between ranks
 };

@@ -1,6 +1,7 @@
 #include "tessera/train/reading.h"
 
 #include <cmath>
+#include <filesystem>
 
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/core/error.h"
@@ -11,7 +12,18 @@ namespace tessera {
 FoundTokenizer find_tokenizer(const FoundModel& model, const std::string& flag) {
   const Config& config = model.config;
   FoundTokenizer found;
-  found.tokenizer = flag.empty() ? data::Tokenizer::load(config.data.tokenizer) : data::Tokenizer::load(flag, "--tokenizer");
+  const bool is_named = !flag.empty() || config.model.from_hf.empty() || model.checkpoint || config.given.contains("data.tokenizer");
+  const std::filesystem::path own = is_named ? "" : std::filesystem::path(config.model.from_hf) / "tokenizer.model";
+  if (!is_named && std::filesystem::exists(own)) {
+    found.tokenizer = data::Tokenizer::load(own.string(), "--from-hf");
+    found.remarks.push_back(own.string() + ": is the tokenizer that is taken; --tokenizer names another");
+  } else {
+    found.tokenizer = flag.empty() ? data::Tokenizer::load(config.data.tokenizer) : data::Tokenizer::load(flag, "--tokenizer");
+    if (!is_named && config.model.vocab_size > found.tokenizer->vocab_size())
+      found.remarks.push_back(detail::concat("--from-hf = ", config.model.from_hf, ": brings no tokenizer.model, and the text is read as bytes, ids 0 to ",
+                                             found.tokenizer->vocab_size() - 1, " of a vocabulary of ", config.model.vocab_size,
+                                             "; name its tokenizer with --tokenizer, unless it was trained on bytes"));
+  }
   data::check_vocabulary(*found.tokenizer, config.model.vocab_size);
   if (!model.checkpoint) return found;
   const auto& [folder, manifest, unused, remarks] = *model.checkpoint;

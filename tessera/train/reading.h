@@ -16,8 +16,9 @@ struct FoundTokenizer {
   std::vector<std::string> remarks;  ///< to be said aloud once: it is another one than the model was trained with
 };
 
-/// The tokenizer `flag` names, or else the one that the model was trained with: ids mean nothing by another. A file that has changed since the checkpoint was
-/// written is refused, as `train` does; one that somebody names, by the flag or --set, is taken and remarked. Throws ConfigError.
+/// The tokenizer `flag` names, or else the one that the model was trained with, of a Hugging Face folder its tokenizer.model: ids mean nothing by another.
+/// Bytes where such a folder has none, which a remark says unless the vocabulary is that of bytes. A file that has changed since the checkpoint was written is
+/// refused, as `train` does; one that somebody names, by the flag or --set, is taken and remarked. Throws ConfigError.
 FoundTokenizer find_tokenizer(const FoundModel& model, const std::string& flag);
 
 /// What all ranks that read a model must have alike (check_ranks_agree), by content where paths name it: settings, checkpoint or weights, tokenizer.

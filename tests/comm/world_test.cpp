@@ -96,6 +96,15 @@ TEST(Environment, ReadsTorchrun) {
   EXPECT_FALSE(read_environment_of(torchrun_with("TORCHELASTIC_USE_AGENT_STORE", "False")).agent_store);
 }
 
+TEST(Environment, NamesTheJobAsFarAsItsLauncherDoes) {
+  EXPECT_EQ(read_environment_of(kTorchrunVariables).job, "");
+  EXPECT_EQ(read_environment_of(torchrun_with("TORCHELASTIC_RUN_ID", "none")).job, "") << "what torchrun calls any job";
+  EXPECT_EQ(read_environment_of(torchrun_with("TORCHELASTIC_RUN_ID", "100")).job, "100");
+  auto variables = torchrun_with("TORCHELASTIC_RUN_ID", "100");
+  variables["TESSERA_JOB"] = "9f86d081884c7d65";
+  EXPECT_EQ(read_environment_of(variables).job, "9f86d081884c7d65");
+}
+
 TEST(Environment, OneHostWhereNothingElseIsSaid) {
   const auto environment = read_environment_of({{"RANK", "2"}, {"WORLD_SIZE", "3"}, {"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "1"}});
   EXPECT_EQ(environment.local_rank, 2);

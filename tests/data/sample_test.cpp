@@ -39,6 +39,35 @@ TEST(Sample, TakesStretchesEvenlyFromAllOfTheText) {
   EXPECT_GE(begins.back() + gap, lines - gap) << "up to the end";
 }
 
+TEST(Sample, ALineThatIsTheWholeFileIsCut) {
+  Folder folder;
+  constexpr int64_t limit = 256 << 10;
+  std::string line;
+  for (int i = 0; line.size() < (3 << 20); ++i) line += std::to_string(i) + "\u00e9\u4e2d\U0001F600";
+  const auto stretches = sample_text({folder.write("line.txt", line)}, limit);
+  ASSERT_GE(stretches.size(), 8u) << "spread over the file";
+  int64_t bytes = 0;
+  for (const auto& stretch : stretches) {
+    bytes += static_cast<int64_t>(stretch.size());
+    EXPECT_NE(static_cast<unsigned char>(stretch.front()) & 0xc0, 0x80) << "begins inside a character";
+  }
+  EXPECT_LE(bytes, limit);
+  EXPECT_GT(bytes, limit / 3);
+  // All of it, cut or not: also where no byte begins a character.
+  for (const std::string& whole : {line, std::string(1 << 20, '\x80'), std::string(3000, 'a') + "\n" + std::string(300000, 'b') + "\nc"}) {
+    std::string all;
+    for (const auto& stretch : sample_text({folder.write("whole.txt", whole)}, 0)) all += stretch;
+    EXPECT_EQ(all, whole);
+  }
+}
+
+TEST(Sample, KeepsALineOfSeveralStretchesWhole) {
+  Folder folder;
+  std::string text;
+  for (int i = 0; i < 2000; ++i) text += std::string(900, static_cast<char>('a' + i % 26)) + "\n";
+  for (const auto& stretch : sample_text({folder.write("a.txt", text)}, 5000)) EXPECT_TRUE(stretch.ends_with('\n')) << stretch.size();
+}
+
 TEST(Sample, WithoutALimitIsTheWholeText) {
   Folder folder;
   const std::string first = numbered_lines(20000), second = "no newline at the end";

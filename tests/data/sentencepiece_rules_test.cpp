@@ -44,6 +44,9 @@ TEST(SentencePieceRules, LeadNowhereElse) {
   EXPECT_EQ(problem_of_rules(model("")), "");
   EXPECT_EQ(problem_of_rules(model(rules(trie, texts))), "");
 
+  EXPECT_FALSE(has_rules("") || has_rules(field(1, "piece")) || has_rules(model("")));
+  for (const int spec : {3, 5}) EXPECT_TRUE(has_rules(model(rules(trie, texts), spec))) << spec;
+
   for (const int spec : {3, 5}) EXPECT_THAT(problem_of_rules(model("abc", spec)), HasSubstr("cut short")) << spec;
   EXPECT_THAT(problem_of_rules(model(rules(trie, ""))), HasSubstr("a trie of 2048 bytes in 2048"));
   EXPECT_THAT(problem_of_rules(model(rules({0, 0}, texts))), HasSubstr("a trie of 8 bytes"));

@@ -43,7 +43,7 @@ class Job {
     auto agent = std::make_unique<Agent>();
     const std::string id = "n" + std::to_string(agents.size());
     agent->self.node = {.id = id, .address = "10.0.0." + std::to_string(agents.size()), .nproc = nproc};
-    const Round initial{.nnodes = std::to_string(rules_.min_nodes) + ":" + std::to_string(rules_.max_nodes)};
+    const Round initial{.nnodes = std::to_string(rules_.min_nodes) + ":" + std::to_string(rules_.max_nodes), .job = "drawn by " + id};
     agent->board = std::make_unique<Board>(store_, "job/", id, initial, [this](const Node& node) { return proven_gone && !by_id(node.id).alive; });
     agents.push_back(std::move(agent));
     return *agents.back();
@@ -133,6 +133,7 @@ TEST(Round, SurvivesItsText) {
   Round round{.phase = Phase::Stopping,
               .number = 3,
               .nnodes = "1:2",
+              .job = "drawn",
               .nodes = {{"a", "::1", 2, 7, 1}},
               .restarts = 1,
               .master = {"h", 5},
@@ -244,6 +245,7 @@ TEST(Round, RestartsAfterAFailureUntilNoneIsLeft) {
   job.pass(1);
   EXPECT_EQ(job.round().number, 2);
   EXPECT_EQ(job.round().restarts, 1);
+  EXPECT_EQ(job.round().job, "drawn by n0") << "as it began";
   EXPECT_EQ(job.round().reason, "rank 3 failed with exit code 7; restart 1 of 1");
   EXPECT_EQ(job.round().last_lines, "last lines of rank 3:\nlast words");
   Job::fail(job[0], {1, SIGSEGV, ""});

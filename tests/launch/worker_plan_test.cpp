@@ -31,9 +31,14 @@ TEST(WorkerPlan, NumbersRanksAcrossNodes) {
 }
 
 TEST(WorkerPlan, SaysWhichAttemptItIs) {
-  const JobOptions job{
-      .command = {"p", "x"}, .variables = {{"OMP_NUM_THREADS", "5"}, {"RANK", "9"}, {"KEPT", "yes"}}, .run_id = "id", .role = "trainer", .max_restarts = 4};
-  const WorkerPlan plan = plan_workers(job, round_of({2, 2}), "n1", "/records").at(1);
+  const JobOptions job{.command = {"p", "x"},
+                       .variables = {{"OMP_NUM_THREADS", "5"}, {"RANK", "9"}, {"KEPT", "yes"}, {"TESSERA_JOB", "of whoever started us"}},
+                       .run_id = "id",
+                       .role = "trainer",
+                       .max_restarts = 4};
+  Round round = round_of({2, 2});
+  round.job = "drawn";
+  const WorkerPlan plan = plan_workers(job, round, "n1", "/records").at(1);
   const Variables expected{{"RANK", "3"},
                            {"LOCAL_RANK", "1"},
                            {"GROUP_RANK", "1"},
@@ -45,6 +50,7 @@ TEST(WorkerPlan, SaysWhichAttemptItIs) {
                            {"TORCHELASTIC_RESTART_COUNT", "2"},
                            {"TORCHELASTIC_MAX_RESTARTS", "4"},
                            {"TORCHELASTIC_RUN_ID", "id"},
+                           {"TESSERA_JOB", "drawn"},
                            {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                            {"OMP_NUM_THREADS", "5"},
                            {"KEPT", "yes"},

@@ -1,6 +1,9 @@
 """Every refusal is one line that names the knob, its value and the way out; exit 2; nothing is overwritten."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import shutil
 import subprocess
@@ -81,6 +84,17 @@ class BadInput(SystemTest):
     def test_empty_text(self):
         (self.folder / "empty.txt").write_text("")
         self.refused(f"data.files=[\"{self.folder / 'empty.txt'}\"]", expect=["empty.txt", "0 windows"])
+
+    def test_what_is_compressed_or_utf16_is_no_text(self):
+        plain = (self.folder / "text.txt").read_bytes()
+        for name, content, words in (("pile.jsonl.zst", b"\x28\xb5\x2f\xfd" + plain, "is zstd data"), ("text.xz", lzma.compress(plain), "is xz data"),
+                                     ("text.bz2", bz2.compress(plain), "is bzip2 data"), ("zipped.txt", gzip.compress(plain), "is gzip data"),
+                                     ("book.txt", plain.decode().encode("utf-16"), "a text is UTF-8"), ("plain.gz", plain, "is no gzip data")):
+            file = self.folder / name
+            file.write_bytes(content)
+            self.refused(f'data.files=["{file}"]', expect=[f"data.files: {file}: ", words])
+        self.refused(f'data.validation_files=["{file}"]', expect=[f"data.validation_files: {file}: "])
+        self.assertIn("is xz data", self.refusal(run("tokenize", "--train", "--vocab-size", 300, self.folder / "text.xz", "-o", self.folder / "none.model")))
 
     def test_short_text_says_how_many_windows(self):
         english(self.folder / "short.txt", words=12)

@@ -127,6 +127,22 @@ class Checkpoint(SystemTest):
         self.assertTrue((self.dir / "set-aside-1" / "step-00000008").exists(), "the first attempt went back behind it")
         self.assertFalse((self.dir / "set-aside-2").exists(), "the second went on")
 
+    def test_a_restart_goes_on_from_no_other_jobs(self):
+        self.copy_of_a_saved_run()
+        log = self.folder / "launched"
+        flags = [x for s in self.sets("checkpoint.replace=true", f"log.dir={log}", "optim.lr=5e-4") for x in ("--set", s)]
+        # Its first attempt ends while ranks meet, before it has set anything aside.
+        done = run("run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, "--inject", "rank=1,op=any,count=2,do=kill", "--",
+                   TESSERA, "train", self.recipe, *flags)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("restart 1 of 1", done.stderr)
+        self.assertIn("passing over step-00000004 to step-00000008", done.stderr)
+        self.assertEqual([line["step"] for line in metrics(log)], list(range(1, 9)), "as the first attempt would have begun")
+        for step in (4, 8):
+            self.assertTrue((self.dir / "set-aside-1" / f"step-{step:08}").exists())
+            self.assertTrue((self.dir / f"step-{step:08}").exists())
+        self.assertFalse((self.dir / "set-aside-2").exists())
+
     @unittest.skipUnless(os.geteuid() == 0, "only root can mount")
     def test_records_that_a_full_disk_loses_are_told(self):
         for tag, flags, code in (("told", (), 0), ("strict", ("--strict-log",), 1)):

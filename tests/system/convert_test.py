@@ -33,6 +33,17 @@ class Convert(SystemTest):
         self.assertEqual(done.returncode, 0, done.stderr)
         return json.loads(done.stdout)
 
+    def test_a_folder_without_a_tokenizer_says_that_it_is_read_as_bytes(self):
+        checkpoint, out = self.trained("llama", "model.vocab_size=300"), self.folder / "wide"
+        self.convert(checkpoint, out)
+        read = ("eval", "--from-hf", out, "--file", self.folder / "held_out.txt", "--seq-len", 32, "--json")
+        unnamed, named = run(*read), run(*read, "--tokenizer", "byte")
+        said = "brings no tokenizer.model, and the text is read as bytes"
+        self.assertEqual((unnamed.returncode, said in unnamed.stderr, said in named.stderr), (0, True, False), unnamed.stderr)
+        self.assertEqual(unnamed.stdout, named.stdout)
+        (out / "tokenizer.model").write_text("none")
+        self.assertIn("tokenizer.model", self.refusal(run(*read)))
+
     def test_every_family_evaluates_to_the_same_loss(self):
         for family, layout in (("llama", "zero.stage=3"), ("gpt2", "zero.stage=1"), ("mixtral", "zero.stage=3")):
             checkpoint = self.trained(family, "model.tie_embeddings=true", layout)

@@ -295,6 +295,17 @@ class Faults(RunTest):
             self.assertEqual((logs / f"none/attempt_{attempt}/1/stderr.log").read_text(), "it was me\n")
         self.assertEqual(len(list((logs / "none").glob("attempt_*"))), 3)
 
+    def test_a_job_has_a_name_of_its_own_in_all_attempts(self):
+        line = ["--nproc-per-node=2", "--max-restarts=2", "sh", "-c", "echo $TESSERA_JOB; [ $TORCHELASTIC_RESTART_COUNT = 2 ]"]
+        names = []
+        for _ in range(2):
+            agent = self.start(*line, TESSERA_JOB="inherited")
+            self.ends(agent, 0)
+            [name] = set(agent.text().split())
+            self.assertRegex(name, "^[0-9a-f]{16}$")
+            names.append(name)
+        self.assertNotEqual(*names)
+
     def test_bad_input_is_not_restarted(self):
         refuse = "echo $GROUP_RANK; [ $GROUP_RANK = 0 ] || sleep 100; echo 'config optim.lr: too much' > $TESSERA_ERROR_FILE; exit 2"
         line = ["--max-restarts=3", "sh", "-c", refuse]

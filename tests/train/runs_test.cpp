@@ -156,6 +156,45 @@ TEST_F(Runs, ARestartGoesOnFromTheNewestThatThisJobWrote) {
   EXPECT_EQ(first_step(), 3);
 }
 
+TEST_F(Runs, ARestartPassesOverWhatAnotherJobWrote) {
+  run_into("a", 4, {}, {.job = "first"});
+  // The second job's first attempt ended before it could set these aside, or refuse them: the next does it.
+  const OpenOptions second{.restarted = true, .job = "second"};
+  EXPECT_THAT(([&] { run_into("a", 2, {}, second); }),
+              ThrowsMessage<ConfigError>(
+                  AllOf(HasSubstr("holds checkpoints of another run (step-00000002 to step-00000004)"), HasSubstr("checkpoint.replace = true"))));
+  EXPECT_THAT(steps_in("a"), ElementsAre(2, 4));
+  const Sets replace{"checkpoint.replace=true"};
+  EXPECT_THAT(run_into("a", 2, replace, second), HasSubstr("step-00000002 to step-00000004 are not what this run goes on from: set aside in"));
+  EXPECT_EQ(first_step(), 1);
+  EXPECT_THAT(steps_in("a"), ElementsAre(2));
+  EXPECT_THAT(steps_in("a/set-aside-1"), ElementsAre(2, 4));
+  // Its own it goes on from, with replace and without.
+  run_into("a", 4, replace, second);
+  EXPECT_EQ(first_step(), 3);
+  run_into("a", 6, {}, second);
+  EXPECT_EQ(first_step(), 5);
+  EXPECT_THAT(steps_in("a"), ElementsAre(2, 4, 6));
+  // `latest` is whoever's; and a launcher that gives its job no name leaves no more to go by than that.
+  run_into("a", 7, {"checkpoint.resume=latest"}, {.restarted = true, .job = "third"});
+  EXPECT_EQ(first_step(), 7);
+  run_into("a", 8, {}, {.restarted = true});
+  EXPECT_EQ(first_step(), 8);
+}
+
+TEST_F(Runs, ARestartPassesOverAnotherJobsThatWentOnFromTheNamedOne) {
+  run_into("a", 2, {});
+  const Sets from{"checkpoint.resume=" + at("a", 2)};
+  run_into("a", 6, from, {.job = "first"});
+  const OpenOptions second{.restarted = true, .job = "second"};
+  run_into("a", 5, from, second);
+  EXPECT_EQ(first_step(), 3) << "as its first attempt would have";
+  EXPECT_THAT(steps_in("a"), ElementsAre(2, 4, 5));
+  EXPECT_THAT(steps_in("a/set-aside-1"), ElementsAre(4, 6));
+  run_into("a", 7, from, second);
+  EXPECT_EQ(first_step(), 6);
+}
+
 TEST_F(Runs, WhatNobodyCanReadIsSetAsideWhereLatestStartsAfresh) {
   run_into("a", 2, {});
   std::filesystem::remove(at("a", 2) + "/manifest.json");

@@ -86,6 +86,14 @@ void read_master(const Variables& variables, Environment& environment) {
   environment.master_port = port;
 }
 
+// Ours draws a name for each job. torchrun's is drawn (--standalone), or what its user calls the job, who may call two jobs alike; "none" is what it calls any
+// other. What else it sets may change from one attempt to the next, and a restart must never be taken for another job.
+std::string job_of(const Variables& variables) {
+  if (const auto drawn = variables.text("TESSERA_JOB"); !drawn.empty()) return drawn;
+  const auto id = variables.text("TORCHELASTIC_RUN_ID");
+  return id == "none" ? "" : id;
+}
+
 Environment read_torchrun(const Variables& variables) {
   const std::string way_out = "; set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none of them to run alone";
   for (const auto* name : {"RANK", "WORLD_SIZE"}) require(variables.has(name), name, " is not set while other variables of a launcher are", way_out);
@@ -93,6 +101,7 @@ Environment read_torchrun(const Variables& variables) {
   if (variables.has("TORCHELASTIC_RESTART_COUNT")) {
     environment.restart_count = variables.number("TORCHELASTIC_RESTART_COUNT", 0, kLargestWorld, "0 or more");
   }
+  environment.job = job_of(variables);
   const auto agent = variables.text("TORCHELASTIC_USE_AGENT_STORE");
   environment.agent_store = agent == "True" || agent == "true" || agent == "1";
   if (environment.size == 1) return environment;  // meets nobody

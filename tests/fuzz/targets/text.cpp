@@ -2,11 +2,11 @@
 
 #include "tests/fuzz/target.h"
 
-/// A plain text is its bytes. A .gz is read block by block, so that its memory is a block's however much it unfolds to.
+/// A plain text is its bytes, unless it begins as none does. A .gz is read block by block, so that its memory is a block's however much it unfolds to.
 TESSERA_FUZZ_TARGET(text) {
   using namespace tessera;
   const auto plain = fuzz::scratch_file("text.txt", input);
-  fuzz::expect(data::read_text(plain) == input, "a plain text is read as another");
+  fuzz::accepts(plain.string(), [&] { fuzz::expect(data::read_text(plain) == input, "a plain text is read as another"); });
 
   const auto packed = fuzz::scratch_file("text.txt.gz", input);
   fuzz::accepts(packed.string(), [&] {
