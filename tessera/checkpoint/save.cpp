@@ -13,6 +13,8 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/save_steps.h"
 #include "tessera/core/error.h"
+#include "tessera/core/hash.h"
+#include "tessera/core/json_text.h"
 
 // A checkpoint is there whole or not at all, whichever rank ends at whichever moment: files are written and synced in a hidden folder, the manifest comes last,
 // and one rename makes it exist. Every step of it is taken together: each rank learns whether all have done theirs, so that the failure of one is everybody's
@@ -44,8 +46,17 @@ HeldSlice held_from(const nlohmann::json& json) {
   return held;
 }
 
+/// What a checkpoint has once, of rank 0: hashed, for the ranks to compare.
+nlohmann::json shared_part(const CheckpointState& state) {
+  const auto hash = [](const nlohmann::json& json) {
+    const std::string text = json_text(json);
+    return hash_hex(text.data(), text.size());
+  };
+  return {{"step", std::to_string(state.step)}, {"progress", hash(state.progress)}, {"agreement", hash(state.agreement)}};
+}
+
 /// Makes the empty folder on rank 0, and tells every rank what every rank holds.
-std::vector<std::vector<HeldSlice>> prepare(const fs::path& temporary, const std::vector<SlicedTensor>& tensors, const comm::Group& group) {
+std::vector<std::vector<HeldSlice>> prepare(const fs::path& temporary, const CheckpointState& state, const comm::Group& group) {
   const auto answers = together(group, [&] {
     if (group.rank() == 0) {
       if (const auto foreign = foreign_entries(temporary); !foreign.empty()) {
@@ -55,19 +66,23 @@ std::vector<std::vector<HeldSlice>> prepare(const fs::path& temporary, const std
       make_empty_directory(temporary);
     }
     nlohmann::json mine = nlohmann::json::array();
-    for (const auto& held : tensors) {
+    for (const auto& held : state.tensors) {
       require(held.tensor.sizes() == at::IntArrayRef(held.slice.local_shape()), "checkpoint: '", held.slice.name, "' shows shape ", held.tensor.sizes(),
               " where this rank holds ", at::IntArrayRef(held.slice.local_shape()),
               " of it: a forward that recorded gradients is under way, and sharded parameters are whole until its backward pass is over; save after that, or "
               "make a forward that has none under torch::NoGradGuard");
       mine.push_back(to_json(held));
     }
-    return mine;
+    return nlohmann::json{{"held", std::move(mine)}, {"shared", shared_part(state)}};
   });
   std::vector<std::vector<HeldSlice>> held;
   for (const auto& answer : answers) {
+    for (const auto& [what, hash] : answer.at("shared").items()) {
+      require(hash == answers.front().at("shared").at(what), "checkpoint: ", what, " of rank ", held.size(),
+              " is another than rank 0's, and a checkpoint has one; give all ranks the same, with what is each rank's own under names that tell them apart");
+    }
     held.emplace_back();
-    for (const auto& json : answer) held.back().push_back(held_from(json));
+    for (const auto& json : answer.at("held")) held.back().push_back(held_from(json));
   }
   return held;
 }
@@ -150,7 +165,7 @@ SavePlan begin_save(const fs::path& dir, const CheckpointState& state, const com
   plan.folder = fs::absolute(dir) / folder_name(state.step);
   plan.temporary = plan.folder.parent_path() / temporary_name(state.step);
   try {
-    plan.held = prepare(plan.temporary, state.tensors, group);
+    plan.held = prepare(plan.temporary, state, group);
     plan.dealt = deal(plan.held);
   } catch (...) {
     clean_up(plan.temporary, group);

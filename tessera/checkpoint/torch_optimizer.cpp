@@ -22,6 +22,7 @@
 #include "tessera/core/json_integer.h"
 #include "tessera/core/json_reason.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/names.h"
 
 // libtorch's optimizers keep state by a tensor's address, in a class for each kind. A table of accessors says what each kind has for every element of a
@@ -38,6 +39,8 @@ struct Kind {
   struct Field {
     const char* name;
     std::function<at::Tensor&(OptimizerParamState&)> tensor;
+    const char* option = nullptr;  ///< with which alone it is there; null: always
+    std::function<bool(torch::optim::OptimizerOptions&)> is_on{};
   };
   std::string name;  ///< torch.optim's, in lower case
   std::vector<Field> fields;
@@ -52,22 +55,31 @@ Kind::Field field(const char* name, at::Tensor& (State::*tensor)() noexcept) {
   return {name, [tensor](OptimizerParamState& state) -> at::Tensor& { return (static_cast<State&>(state).*tensor)(); }};
 }
 
+/// There where an option is.
+template <class State, class Options, class Value>
+Kind::Field field(const char* name, at::Tensor& (State::*tensor)() noexcept, const char* option, Value& (Options::*value)() noexcept) {
+  Kind::Field made = field(name, tensor);
+  made.option = option;
+  made.is_on = [value](torch::optim::OptimizerOptions& options) { return static_cast<bool>((static_cast<Options&>(options).*value)()); };
+  return made;
+}
+
 template <class State>
 Kind counted(std::string name, std::vector<Kind::Field> fields) {
   return {std::move(name), std::move(fields), [](OptimizerParamState& state) { return static_cast<State&>(state).step(); },
           [](OptimizerParamState& state, int64_t count) { static_cast<State&>(state).step(count); }, [] { return std::make_unique<State>(); }};
 }
 
-template <class State>
+template <class State, class Options>
 Kind of_adam(std::string name) {
   return counted<State>(std::move(name), {field<State>("exp_avg", &State::exp_avg), field<State>("exp_avg_sq", &State::exp_avg_sq),
-                                          field<State>("max_exp_avg_sq", &State::max_exp_avg_sq)});
+                                          field("max_exp_avg_sq", &State::max_exp_avg_sq, "amsgrad", &Options::amsgrad)});
 }
 
 Kind kind_of(const torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
-  if (dynamic_cast<const Adam*>(&optimizer)) return of_adam<AdamParamState>("adam");
-  if (dynamic_cast<const AdamW*>(&optimizer)) return of_adam<AdamWParamState>("adamw");
+  if (dynamic_cast<const Adam*>(&optimizer)) return of_adam<AdamParamState, AdamOptions>("adam");
+  if (dynamic_cast<const AdamW*>(&optimizer)) return of_adam<AdamWParamState, AdamWOptions>("adamw");
   if (dynamic_cast<const Adagrad*>(&optimizer)) {
     Kind kind = counted<AdagradParamState>("adagrad", {field<AdagradParamState>("sum", &AdagradParamState::sum)});
     kind.from_start = true;
@@ -75,8 +87,9 @@ Kind kind_of(const torch::optim::Optimizer& optimizer) {
   }
   if (dynamic_cast<const RMSprop*>(&optimizer)) {
     using State = RMSpropParamState;
-    return counted<State>("rmsprop", {field<State>("square_avg", &State::square_avg), field<State>("momentum_buffer", &State::momentum_buffer),
-                                      field<State>("grad_avg", &State::grad_avg)});
+    return counted<State>(
+        "rmsprop", {field<State>("square_avg", &State::square_avg), field("momentum_buffer", &State::momentum_buffer, "momentum", &RMSpropOptions::momentum),
+                    field("grad_avg", &State::grad_avg, "centered", &RMSpropOptions::centered)});
   }
   require(
       dynamic_cast<const SGD*>(&optimizer) != nullptr,
@@ -84,7 +97,7 @@ Kind kind_of(const torch::optim::Optimizer& optimizer) {
       "one of these, or save its state yourself");
   // Without counts: its momentum is there from the first update on.
   return {"sgd",
-          {field<SGDParamState>("momentum_buffer", &SGDParamState::momentum_buffer)},
+          {field("momentum_buffer", &SGDParamState::momentum_buffer, "momentum", &SGDOptions::momentum)},
           [](OptimizerParamState&) { return int64_t{1}; },
           [](OptimizerParamState&, int64_t) {},
           [] { return std::make_unique<SGDParamState>(); }};
@@ -221,7 +234,11 @@ Restored states_from(const Manifest& manifest, const torch::nn::Module& model, c
     auto& [key, state, stored] = restored.states.emplace_back(parameter.tensor.unsafeGetTensorImpl(), nullptr, std::vector{"model." + parameter.name});
     for (const auto& field : kind.fields) {
       auto held = over(parameter, field.name, {});
-      if (!count || !manifest.tensors.contains(held.slice.name)) continue;
+      const bool is_stored = manifest.tensors.contains(held.slice.name);
+      require(!count || is_stored || field.option == nullptr || !field.is_on(parameter.group->options()), "the checkpoint's optimizer (", kind.name,
+              ") was saved without ", field.option, ", and has no ", field.name, " for '", parameter.name, "', which this one needs with its ", field.option,
+              "; make the optimizer with the options that were saved, or load the model alone");
+      if (!count || !is_stored) continue;
       if (!state) state = kind.make();
       // Of the type that was saved: a momentum is a copy of the first gradient, which may be wider than its parameter.
       const at::ScalarType dtype = dtype_from_name(manifest.tensors.at(held.slice.name).dtype);
@@ -247,13 +264,40 @@ void require_kind(const Manifest& manifest, const std::string& here) {
 }
 
 /// Before a tensor is filled, of a checkpoint that is to be read as a whole.
-void require_counts(const Manifest& manifest, const optim::Optimizer& optimizer) {
-  const auto counts = read(manifest.optimizer, [](const nlohmann::json& json) { return json.at("update_counts"); });
-  std::string missing;
+/// Of the model's parameters; where others were updated, it is another model, and load() has more to say of that.
+void require_counts(const nlohmann::json& saved, const torch::nn::Module& model, const optim::Optimizer& optimizer) {
+  nlohmann::json unknown = read(saved, [](const nlohmann::json& json) { return json.at("update_counts"); });
+  std::string missing, extra;
+  const auto add = [](std::string& list, const std::string& name) { list += (list.empty() ? "" : "; ") + name; };
   for (const auto& [name, count] : optimizer.update_counts()) {
-    if (!counts.contains(name)) missing += (missing.empty() ? "" : "; ") + name;
+    if (!unknown.is_object() || unknown.erase(name) == 0) add(missing, name);
   }
-  require(missing.empty(), "the checkpoint does not say how often these were updated: ", missing, "; load the model alone, or what was saved with them");
+  require(missing.empty(), "the checkpoint does not say how often these were updated: ", missing,
+          "; load the model alone, or what was saved with them, or name them in LoadOptions::partial");
+  for (const auto& parameter : nn::unique_parameters(model)) {
+    if (unknown.contains(parameter.name)) add(extra, parameter.name);
+  }
+  require(extra.empty(), "the checkpoint's optimizer updated these, and this one does not: ", extra,
+          "; give it the parameters that were saved, or name these in LoadOptions::partial");
+}
+
+/// `saved` as far as it is this optimizer's: of the parameters that `partial` names it may lack some, which count from 0, and have others.
+nlohmann::json counts_of(nlohmann::json saved, const optim::Optimizer& optimizer, const std::vector<std::string>& partial) {
+  const auto may_differ = [&](const std::string& name) {
+    return std::ranges::any_of(partial, [&](const auto& pattern) { return nn::matches(pattern, name); });
+  };
+  const auto counts = saved.find("update_counts");
+  if (counts == saved.end() || !counts->is_object()) return saved;
+  const auto own = optimizer.update_counts();
+  std::vector<std::string> others;
+  for (const auto& [name, count] : counts->items()) {
+    if (!own.contains(name) && may_differ(name)) others.push_back(name);
+  }
+  for (const auto& name : others) counts->erase(name);
+  for (const auto& [name, count] : own) {
+    if (!counts->contains(name) && may_differ(name)) (*counts)[name] = 0;
+  }
+  return saved;
 }
 
 /// Each parameter has one optimizer.
@@ -325,9 +369,10 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
   const Manifest manifest = read_manifest_with_optimizer(folder);
   require_kind(manifest, optimizer.kind());
   const bool of_more = !options.expected.empty();
-  if (!of_more && options.partial.empty()) require_counts(manifest, optimizer);
+  const nlohmann::json saved = of_more ? own_counts(manifest.optimizer, optimizer) : counts_of(manifest.optimizer, optimizer, options.partial);
+  if (!of_more) require_counts(saved, model, optimizer);
   Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, optimizer, manifest), options)};
-  restore_optimizer(of_more ? own_counts(manifest.optimizer, optimizer) : manifest.optimizer, optimizer, resumed.report);
+  restore_optimizer(saved, optimizer, resumed.report);
   optimizer.follow_all_but(updates_ahead(manifest));
   return resumed;
 }

@@ -206,6 +206,10 @@ void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer,
     for (const auto& [name, count] : saved.at("update_counts").items()) counts[name] = to_integer(count);
     for (const auto& name : parameters_among(loaded.unread)) counts.erase(name);
     for (const auto& name : parameters_among(loaded.fresh)) counts[name] = 0;
+    for (const auto& name : loaded.fresh) {  // state that was not stored, of a weight that was
+      const auto found = is_state(name) && !name.starts_with(kMaster) ? counts.find(std::string(parameter_of(name))) : counts.end();
+      if (found != counts.end()) found->second = 0;
+    }
     optimizer.set_update_counts(counts);
     // Where a program goes back to a moment before a parameter's first update, what it has gathered since is forgotten.
     for (const auto& held : optimizer.state()) {

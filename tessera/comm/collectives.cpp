@@ -115,8 +115,27 @@ void say_waited(EventStream& listener, const Call& call, int64_t in_flight) {
   listener.add({.what = WaitEvent{}, .reads = {in_flight}, .writes = storages_of(call.outputs)});
 }
 
+// Of truth values a sum is "or" and a product "and": the largest and the smallest of their bytes. An engine that added the bytes would make a third value.
+void reduce_as_bytes(Call& call) {
+  if (!call.reduction || call.tensor().scalar_type() != at::kBool) return;
+  const std::vector<at::Tensor> given = call.inputs;
+  for (at::Tensor& input : call.inputs) input = input.view(at::kByte);
+  for (at::Tensor& output : call.outputs) {  // one that is its own input stays that: engines ask
+    const auto own = std::ranges::find_if(given, [&](const at::Tensor& input) { return input.is_same(output); });
+    output = own == given.end() ? output.view(at::kByte) : call.inputs[static_cast<size_t>(own - given.begin())];
+  }
+  if (call.reduction == Op::Sum) call.reduction = Op::Max;
+  if (call.reduction == Op::Product) call.reduction = Op::Min;
+}
+
 // Hands a call to the engine.
 Pending start(const Group& group, Call call, std::string_view name = {}, std::function<void()> finish = {}) {
+  // Without data nothing is moved: a pass over a model with collectives in it may be recorded on meta (pipeline::split), by one rank at a time.
+  if (call.tensor().defined() && call.tensor().is_meta() && group.engine()->moves_data()) {
+    if (finish) finish();
+    return {};
+  }
+  reduce_as_bytes(call);
   call.async = !caller_waits;
   if (name.empty()) name = to_string(call.op);
   auto state = std::make_shared<Pending::State>(Pending::State{.name = name, .group = group, .call = std::move(call), .finish = std::move(finish)});

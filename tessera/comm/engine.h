@@ -29,6 +29,9 @@ class Engine {
   /// Starts a call, which is copied where it is needed for longer. Its tensors are contiguous; in_splits and out_splits fit them.
   virtual Work start(const Call& call) = 0;
 
+  /// Whether calls move data: a dry world's engine only tells of them.
+  virtual bool moves_data() const { return true; }
+
   /// Whether messages between two ranks meet by their tags, whatever their order. False: by their order alone, those of both directions together, each once
   /// the one before is done (NCCL): two ranks that both post a receive first wait for each other.
   virtual bool matches_tags() const { return true; }

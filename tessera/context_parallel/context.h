@@ -25,6 +25,7 @@ struct Context {
   comm::Group group;
   ContextParallelOptions options;
   std::optional<SequenceCut> cut{};  ///< of the calls that follow
+  uint64_t cut_mark = 0;             ///< its hash: what a recomputed call has to find again
 
   /// Of this rank's `document_ids` [B, S_r]: gathered when they are first seen. Cores one after the other are given the same tensor, so that is once a pass.
   const GatheredDocuments& documents_of(const at::Tensor& document_ids);

@@ -9,9 +9,11 @@
 #include "tessera/context_parallel/head_exchange.h"
 #include "tessera/context_parallel/ring.h"
 #include "tessera/core/error.h"
+#include "tessera/core/hash.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/attention.h"
 #include "tessera/nn/module.h"
+#include "tessera/nn/noted.h"
 
 // A core's call is replaced, so nothing of a model knows that its sequence is cut. A method is made for each call: what it does follows from who holds which
 // columns, a value (SequenceCut, and the documents in it), and is a list of tiles and messages before anything is sent.
@@ -28,6 +30,10 @@ class Core : public nn::Interceptor {
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& /*next*/) override {
     const at::Tensor q = inputs[0].toTensor(), k = inputs[1].toTensor(), v = inputs[2].toTensor();
     check(module, q, k);
+    const uint64_t first = nn::Noted<uint64_t>::next([&] { return context_->cut_mark; });
+    require(first == context_->cut_mark, "context_parallel of '", module.path(),
+            "': is computed again for the backward pass of a forward that was made under another cut than set_cut said last; say that one again before its "
+            "backward, or make the passes of both one after the other");
     const nn::AttentionReach reach = dynamic_cast<const nn::AttentionCoreImpl&>(module).reach();
     const bool packed = inputs.size() > 4 && inputs[4].isTensor();
     const Sequence sequence = packed ? Sequence(*context_->cut, reach, context_->documents_of(inputs[4].toTensor())) : Sequence(*context_->cut, reach);
@@ -126,6 +132,13 @@ void ContextParallel::set_cut(const SequenceCut& cut) {
             " without any; sequences must have a column for each rank: make them longer, or mesh.cp smaller");
   }
   context_->cut = cut;
+  Hasher hash;
+  hash.update(&cut.length, sizeof(cut.length));
+  for (const auto& runs : cut.runs) {
+    const auto count = static_cast<int64_t>(runs.size());
+    hash.update(&count, sizeof(count)).update(runs.data(), runs.size() * sizeof(ColumnRun));
+  }
+  context_->cut_mark = hash.value();
 }
 
 std::unique_ptr<ContextParallel> context_parallel(torch::nn::Module& model, comm::Group group, const ContextParallelOptions& options,

@@ -43,7 +43,7 @@ class ContextParallel {
 
   /// Says which columns the ranks hold in the calls that follow: q, k and v of this rank have cut.columns(rank) of them. The same on every rank. Throws
   /// ConfigError for a cut over another number of ranks, and where a rank would hold no column. Cores that are recomputed are called in backward, too: where
-  /// micro-batches are cut differently, it is said again before their backward.
+  /// micro-batches are cut differently, it is said again before their backward; a call that finds another one is refused.
   void set_cut(const SequenceCut& cut);
 
  private:

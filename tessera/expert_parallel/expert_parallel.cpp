@@ -1,6 +1,7 @@
 #include "tessera/expert_parallel/expert_parallel.h"
 
 #include <algorithm>
+#include <map>
 #include <unordered_set>
 #include <vector>
 
@@ -49,20 +50,41 @@ struct Loads {
   std::vector<int64_t> own, arriving;
 };
 
+/// The rows that a rank routes: of all tokens that it shares with the other ranks of `same_tokens`, and this rank's part of them.
+struct Routed {
+  int64_t all, own;
+  const comm::Group& same_tokens;
+};
+
+/// In a dry run, which has no tokens: what routers are taken to send (experts::DryRoutingScope) from every rank of the group.
+Loads dry_loads(const comm::Group& group, int sharers, int64_t experts, const Routed& routed) {
+  const int64_t block = experts * sharers / group.size(), here = group.rank() / sharers;
+  const int parts = routed.same_tokens.size();
+  const auto rows_of = [&](int member) {
+    const int64_t all = experts::dry_rows_of(group.world_rank(member), routed.all, group.world_rank(group.rank()));
+    return parts == 1 ? all : chunk(all, parts, experts::dry_part_of(group.world_rank(member), member % parts)).second;
+  };
+  std::map<int64_t, std::vector<int64_t>> known;  // by rows: what a rank that has them sends to each rank
+  const auto sent_of = [&](int64_t rows) -> const std::vector<int64_t>& {
+    const auto [found, is_new] = known.try_emplace(rows);
+    if (is_new) found->second = experts::for_each_sharer(experts::dry_load(rows, experts, block, here, parts), group.size(), sharers);
+    return found->second;
+  };
+  Loads loads{.own = sent_of(routed.own), .arriving = {}};
+  const auto each = loads.own.size() / static_cast<size_t>(group.size()), first = each * static_cast<size_t>(group.rank());
+  for (int member = 0; member < group.size(); ++member) {
+    const auto& sent = member == group.rank() ? loads.own : sent_of(rows_of(member));
+    loads.arriving.insert(loads.arriving.end(), sent.begin() + static_cast<std::ptrdiff_t>(first), sent.begin() + static_cast<std::ptrdiff_t>(first + each));
+  }
+  return loads;
+}
+
 /// Those of all ranks' rows, of which every rank knows its own counts [E] so far. One small all-to-all, one read on the host.
-/// `routed_by`: ranks that have parts of the same tokens' rows.
-Loads meet(const comm::Group& group, int sharers, const at::Tensor& counts, int64_t rows, int routed_by) {
+Loads meet(const comm::Group& group, int sharers, const at::Tensor& counts, const Routed& routed) {
   const int64_t blocks = group.size() / sharers;
   const at::Tensor sent = counts.view({blocks, 1, -1}).expand({blocks, sharers, -1}).reshape({-1}), arriving = at::empty_like(sent);
   comm::all_to_all(group, arriving, sent);
-  if (counts.is_meta()) {
-    const std::vector<int64_t> own =
-        experts::for_each_sharer(experts::dry_load(rows, counts.size(0), counts.size(0) / blocks, group.rank() / sharers, routed_by), group.size(), sharers);
-    const auto here = own.size() / static_cast<size_t>(group.size()), first = here * static_cast<size_t>(group.rank());
-    std::vector<int64_t> come(own.size());
-    for (size_t i = 0; i < come.size(); ++i) come[i] = own[first + i % here];
-    return {own, std::move(come)};
-  }
+  if (counts.is_meta()) return dry_loads(group, sharers, counts.size(0), routed);
   const std::vector<int64_t> both = whole_numbers(host_read_all(at::cat({sent, arriving}), 0));
   const auto middle = both.begin() + static_cast<std::ptrdiff_t>(both.size() / 2);
   return {{both.begin(), middle}, {middle, both.end()}};
@@ -90,17 +112,18 @@ class Exchanged : public nn::Interceptor {
     const auto& here = static_cast<const nn::GroupedExpertsImpl&>(module);
     const at::Tensor rows = nn::cast(inputs[0].toTensor(), here.compute_dtype().value_or(here.w1.scalar_type()));
     const at::Tensor counts = inputs[1].toTensor();
-    if (same_tokens_.size() == 1) return {through_experts(rows, counts, next)};
+    if (same_tokens_.size() == 1) return {through_experts(rows, counts, rows.size(0), next)};
     const auto [begin, size] = chunk(rows.size(0), same_tokens_.size(), same_tokens_.rank());
     const at::Tensor own = comm::differentiable::split(same_tokens_, rows);
-    const at::Tensor results = through_experts(own, counts_within(counts, begin, size), next);
+    const at::Tensor results = through_experts(own, counts_within(counts, begin, size), rows.size(0), next);
     return {comm::differentiable::all_gather(same_tokens_, results, 0, rows.size(0), comm::differentiable::Gradient::Replicated)};
   }
 
  private:
-  at::Tensor through_experts(const at::Tensor& rows, const at::Tensor& counts, const nn::Next& next) const {
+  /// `all`: rows of the tokens that these are a part of.
+  at::Tensor through_experts(const at::Tensor& rows, const at::Tensor& counts, int64_t all, const nn::Next& next) const {
     if (group_.size() == 1) return next(nn::Values{rows, counts})[0].toTensor();
-    const Loads loads = meet(group_, sharers_, counts, rows.size(0), same_tokens_.size());
+    const Loads loads = meet(group_, sharers_, counts, {.all = all, .own = rows.size(0), .same_tokens = same_tokens_});
     const Exchange exchange = experts::make_exchange(loads.own, loads.arriving, group_.size());
     const at::Device device = rows.device();
     const int64_t own = exchange.sent() / sharers_, empty = rows.size(0) - own;
@@ -161,7 +184,16 @@ std::vector<Box> rows_of_each(const Slice& whole, int64_t first, int64_t experts
   return boxes;
 }
 
-void cut_experts(const nn::GroupedExpertsImpl& experts, const comm::Group& group, int sharers) {
+/// Members of `group` whose tokens are others'.
+int ranks_with_tokens(const comm::Group& group, const comm::Group& same_tokens) {
+  int alike = 0;
+  for (int other = 0; other < same_tokens.size(); ++other) {
+    for (int member = 0; member < group.size(); ++member) alike += group.world_rank(member) == same_tokens.world_rank(other) ? 1 : 0;
+  }
+  return group.size() / std::max(1, alike);
+}
+
+void cut_experts(const nn::GroupedExpertsImpl& experts, const comm::Group& group, int sharers, int losses) {
   const int64_t here = experts.experts() * sharers / group.size(), first = here * (group.rank() / sharers);
   const int64_t width = experts.ffn_dim() / sharers, begin = width * (group.rank() % sharers);
   for (const at::Tensor& weight : {experts.w1, experts.w3}) {
@@ -174,7 +206,7 @@ void cut_experts(const nn::GroupedExpertsImpl& experts, const comm::Group& group
   part.boxes = {Box{{first * rows, begin}, {here * rows, width}}};
   nn::cut_parameter(experts.w2, std::move(part));
   for (const at::Tensor& weight : {experts.w1, experts.w2, experts.w3})
-    nn::note_dealt(weight, {.group = group, .first = group.rank(), .by = "expert_parallel"});
+    nn::note_dealt(weight, {.group = group, .first = group.rank(), .by = "expert_parallel", .losses = losses});
 }
 
 /// Who else holds what of the experts has to be known to whoever cuts the other layers, and is known here: so it is said first.
@@ -216,7 +248,7 @@ std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm:
             " sharers do not divide; use a number of sharers that does");
     if (group.size() == 1 && options.same_tokens.size() == 1) continue;
     require_unspoken_of(*held, path, group, options.same_tokens);
-    if (group.size() > 1) cut_experts(*held, group, options.sharers);
+    if (group.size() > 1) cut_experts(*held, group, options.sharers, ranks_with_tokens(group, options.same_tokens));
     nn::require_handle(*held, alive, "expert_parallel");
     attached.add(nn::attach(*held, std::make_shared<Exchanged>(group, options)));
     attached.add(nn::expect_call(*held, "expert_parallel: '" + path + "'"));

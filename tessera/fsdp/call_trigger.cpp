@@ -58,15 +58,16 @@ class CallTrigger::Interceptor : public nn::Interceptor {
     trigger.enter(owner_);
     nn::Values outputs;
     try {
+      trigger.need(owner_);  // may refuse, of what was loaded, or find no memory: the call has begun then, and ends
       if (trigger.options_.inputs) {
         for (c10::IValue& input : inputs) input = cast(input, *trigger.options_.inputs);
       }
       outputs = next(std::move(inputs));
+      trigger.hook_outputs(owner_, outputs, trigger_);
     } catch (...) {
       trigger.leave(owner_);
       throw;
     }
-    trigger.hook_outputs(owner_, outputs, trigger_);
     trigger.leave(owner_);
     return outputs;
   }
@@ -130,7 +131,6 @@ void CallTrigger::enter(size_t owner) {
   }
   ++*depth_;
   for (const size_t unit : plan_.owners[owner].units) ++uses_[unit].active;
-  need(owner);
 }
 
 void CallTrigger::need(size_t owner) {

@@ -53,7 +53,7 @@ class CallTrigger {
     bool reached = false;
   };
 
-  void enter(size_t owner);
+  void enter(size_t owner);  ///< where it returns, leave has to follow
   void need(size_t owner);
   void leave(size_t owner);
   void begin_pass();

@@ -152,6 +152,7 @@ void FlatParameters::take_in(size_t limit) {
     require(given.sizes() == whole || given.storage().nbytes() <= limit, "fully_shard: '", name, "' was given a part of ", given.storage().nbytes(),
             " bytes, while all slices of this rank have ", limit,
             ": a vector of whole parameters does not fit slices (vector_to_parameters); load whole tensors one by one, before fully_shard or after");
+    std::erase(given_slices_, i);
     nn::set_slice(parameter, cut_[i]);  // set_data takes over what the other tensor says of itself
     nn::keep_memory(parameter);
     nn::keep_beside(parameter, host_ != nullptr);
@@ -170,18 +171,19 @@ void FlatParameters::take_in(size_t limit) {
 }
 
 /// torch::save of one rank's sharded module keeps its slices; torch::load of that file on every rank fits wherever cuts are even, and is another model.
-void FlatParameters::refuse_one_ranks_slices() {
-  if (whole_.is_meta() || layout_.ranks == 1) return;
-  for (const size_t i : std::exchange(given_slices_, {})) {
+void FlatParameters::refuse_one_ranks_slices(const at::Tensor& whole) {
+  if (whole.is_meta() || layout_.ranks == 1) return;
+  for (const size_t i : given_slices_) {
     const UnitLayout::Entry& entry = layout_.parameters[i];
     if (entry.numel == 0 || elements_of(layout_, i, 0) * layout_.ranks != entry.numel) continue;
-    const at::Tensor values = whole_.narrow(0, entry.offset, entry.numel);
+    const at::Tensor values = whole.narrow(0, entry.offset, entry.numel);
     const at::Tensor parts = values.view({layout_.ranks, -1}), first = parts.narrow(0, 0, 1);
     const bool constant = values.eq(values[0]).all().item<bool>();  // biases of zero are alike on all ranks
     require(constant || !parts.eq(first).all().item<bool>(), "fully_shard: '", parameters_[i].name,
             "' was given the same rows on every rank after it was wrapped: a file that torch::save made of one rank's sharded module holds that rank's slices; "
             "save by checkpoint::save, or after unshard(model)");
   }
+  given_slices_.clear();  // behind the last refusal: until other values are loaded, it is refused again
 }
 
 void FlatParameters::follow_requires_grad() {
@@ -266,6 +268,7 @@ void FlatParameters::unshard() {
       unpad(parts, whole);
     }
   }
+  refuse_one_ranks_slices(whole);
   const MemoryScope scope(MemoryCategory::Parameters);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i].tensor;
@@ -273,6 +276,7 @@ void FlatParameters::unshard() {
     point_at(parameter, entry_view(whole, layout_.parameters[i]).clone());
     nn::set_slice(parameter, before_[i]);
     nn::keep_beside(parameter, false);
+    nn::keep_memory(parameter, false);
   }
 }
 
@@ -345,9 +349,8 @@ void FlatParameters::finish_gather() {
     unpad(received_, whole_);
     release_scratch(received_);
   }
-  if (!host_ && !sent_.is_same(slices_)) release_scratch(sent_);
+  if (!host_ && sent_.defined() && !sent_.is_same(slices_)) release_scratch(sent_);
   sent_.reset();
-  refuse_one_ranks_slices();
 }
 
 void FlatParameters::unpad(const at::Tensor& parts, const at::Tensor& whole) const {

@@ -81,8 +81,10 @@ class FlatParameters {
   /// With a file: begins to read the slices, for the gather that comes. Whoever sees the slices before that ends it.
   void begin_read();
   void let_go();        ///< with a file: nobody needs what is in it in memory for now
-  void start_gather();  ///< [part] of every rank -> the whole; in flight until finish_gather
+  void start_gather();  ///< [part] of every rank -> the whole; in flight until finish_gather, which does nothing where this ended by an exception
   void finish_gather();
+  /// While gathered: throws ConfigError, by name, where ranks were given the same rows as their slices, until another tensor is taken in.
+  void check_given() { refuse_one_ranks_slices(whole_); }
   void allocate();     ///< memory for the whole, undefined in content
   void release();      ///< the whole gives its memory back; the tensors, and views that autograd keeps, stay
   void keep_slices();  ///< this rank's rows <- the whole
@@ -123,7 +125,7 @@ class FlatParameters {
   void cut();
   void keep_rows(size_t index, const at::Tensor& whole) const;
   bool is_replaced(size_t index) const;
-  void refuse_one_ranks_slices();
+  void refuse_one_ranks_slices(const at::Tensor& whole);
   at::Tensor local_rows(const at::Tensor& flat, size_t index) const;
   at::Tensor padded(const at::Tensor& whole) const;
   void unpad(const at::Tensor& parts, const at::Tensor& whole) const;
@@ -147,7 +149,7 @@ class FlatParameters {
   UnitLayout layout_;
   std::vector<Slice> before_;         ///< of the parameters as they were given
   std::vector<Slice> cut_;            ///< as they are since
-  std::vector<size_t> given_slices_;  ///< taken in as slices, and not gathered since
+  std::vector<size_t> given_slices_;  ///< taken in as slices, and not found to be the ranks' own since
   std::vector<std::vector<int64_t>> slice_sizes_;
   std::string complaint_;
   bool trained_;

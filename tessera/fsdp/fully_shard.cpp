@@ -137,6 +137,8 @@ class FullyShardedDataParallel::Impl {
     UnitPlan plan = plan_units(module_, options_);  // refuses what it refuses in a group of one, too
     check_unit_sizes(plan, options_);
     active_ = group_.size() > 1 || options_.replicate.size() > 1 || options_.offloads() || changes_dtypes(parameters_of(plan), options_);
+    const int ranks = group_.size() * options_.replicate.size();
+    const int ranks_of_mean = options_.average ? nn::ranks_of_mean("fully_shard", module_, parameters_of(plan), ranks, active()) : 1;
     if (!active()) {
       if (options_.init) initialize_whole(plan);
       claim(owner);
@@ -151,7 +153,7 @@ class FullyShardedDataParallel::Impl {
       equalize_replicas(module_, options_.replicate, options_.replicas, options_.only);
       if (options_.buffers != BufferBroadcast::Never) share_buffers();
     }
-    units_.emplace(plan, group_, options_);
+    units_.emplace(plan, group_, options_, ranks_of_mean);
     if (options_.init) initialize_units(module_, plan, *units_, options_);
     cut_parameters().add(plan);
     step_.emplace(
@@ -230,6 +232,7 @@ class FullyShardedDataParallel::Impl {
     cut_parameters().remove(*units_);
     units_->unshard();
     unsharded_ = true;
+    drops_apart_.reset();
     explicit_calls_.leave();
   }
 

@@ -86,8 +86,9 @@ struct FullyShardOptions {
   bool reshard_after_forward = true;
   bool reduce_each_micro_batch = true;  ///< false: whole gradients are kept through the step and reduced once, at P elements of memory
   bool average = false;                 ///< divide gradients by the number of ranks: for a loss that each rank normalizes by itself
-  /// Ranks may use different parameters, and those that no rank used have no gradient; otherwise they are refused by name when the step completes. Then all
-  /// units are gathered at once, in one order, and stay until backward has left them: 2 P elements a micro-batch, all parameters in memory meanwhile.
+  /// Ranks may use different parameters, and those that no rank used have no gradient; otherwise they are refused by name when the step completes, but on one
+  /// rank. Then all units are gathered at once, in one order, and stay until backward has left them: 2 P elements a micro-batch, all parameters in memory
+  /// meanwhile.
   bool find_unused_parameters = false;
   /// Gather (and compute with) floating-point parameters in this dtype; the slices keep theirs. Where `cast` names none of them, floating-point inputs of the
   /// root and of wrapped modules are cast, too, if calls trigger the gathers; if operators do, an input of another dtype is refused by name.

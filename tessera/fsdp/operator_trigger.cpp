@@ -567,7 +567,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   if (!backward) refuse_flat_gradients(schema, arguments);
   if (!backward) refuse_draws(schema, arguments);
   scan(arguments);
-  if (replaced_ && !backward) {
+  if (replaced_ && !backward && !replaces(schema.name())) {  // what is put there now may be what a refusal asked for
     if (step_.running() && !step_.driven()) step_.leave();
     for (size_t unit = 0; unit < units_.size(); ++unit) units_.take_in(unit);
     scan(arguments);
@@ -619,7 +619,12 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   }
   refuse_whole_values(schema, arguments);
   check_dtypes(schema, Arguments(stack.data() + first, count));
-  use_met();
+  try {
+    use_met();
+  } catch (...) {  // the forward ends here, and shows slices to whoever mends what was refused
+    if (step_.running() && !step_.driven() && !in_call()) step_.leave();
+    throw;
+  }
 }
 
 bool OperatorTrigger::comes_soon(size_t unit) const {

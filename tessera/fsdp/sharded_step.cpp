@@ -56,6 +56,7 @@ ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const Fu
       replicas_(options.replicate),
       reduce_each_(options.reduce_each_micro_batch),
       find_unused_(options.find_unused_parameters),
+      misses_unused_(!find_unused_ && group_.size() * replicas_.size() > 1),  // one rank has nobody who would wait
       callbacks_(std::move(callbacks)),
       places_(places_of(units)),
       parameters_(parameters_at(units, places_)),
@@ -133,6 +134,7 @@ void ShardedStep::begin(Drive drive) {
     zeroed_.assign(parameters_.size(), false);
     for (const auto& parameter : parameters_) set_gradient(parameter.tensor, {});
   }
+  for (size_t unit = 0; unit < units_.size(); ++unit) units_.take_in(unit);  // refuses before any is shown whole, which nobody would undo
   for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_whole(unit);
   units_.statistics() = {};
   final_.assign(units_.size(), false);
@@ -470,7 +472,7 @@ void ShardedStep::complete_pass() {
   forgive_frozen();
   const UsedParameters used = used_;
   used_.clear();
-  if (!find_unused_) used.refuse_unused_anywhere({group_, replicas_}, units_.take_made());
+  if (misses_unused_) used.refuse_unused_anywhere({group_, replicas_}, units_.take_made());
   callbacks_.done();
 }
 
@@ -522,12 +524,12 @@ void ShardedStep::land() {
     if (before.defined() || came.defined()) set_gradient(tensor, before.defined() ? before : came);
   }
   units_.clear_sums();
-  if (find_unused_) used_.clear();
+  if (!misses_unused_) used_.clear();
 }
 
 /// On any rank, in the passes since used_ was cleared.
 std::vector<bool> ShardedStep::used_parameters() const {
-  if (!find_unused_) return std::vector<bool>(parameters_.size(), true);
+  if (misses_unused_) return std::vector<bool>(parameters_.size(), true);
   const comm::CallSite site("fsdp.unused");
   std::vector<bool> used = used_.anywhere(group_);
   if (replicas_.size() == 1) return used;
@@ -551,7 +553,7 @@ void ShardedStep::finish() {
   leave();
   callbacks_.complete();
   forgive_frozen();
-  if (!find_unused_) used_.refuse_unused(group_);
+  if (misses_unused_) used_.refuse_unused(group_);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (used[i] && trained_[i] && parameters_[i].tensor.requires_grad()) {
       set_gradient(parameters_[i].tensor, flat_of(places_[i]).local_gradient(places_[i].index));

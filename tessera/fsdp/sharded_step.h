@@ -149,6 +149,7 @@ class ShardedStep {
   ShardedUnits& units_;
   comm::Group group_, replicas_;
   bool reduce_each_, find_unused_;
+  bool misses_unused_;  ///< a step refuses parameters that no rank used; otherwise they have no gradient
   Callbacks callbacks_;
   bool retire_when_complete_ = false;
   std::function<void()> last_call_;

@@ -85,11 +85,11 @@ int64_t gathered_bytes(const UnitPlan::Unit& unit, const FullyShardOptions& opti
   return bytes;
 }
 
-ShardedUnits::ShardedUnits(const UnitPlan& plan, const comm::Group& group, const FullyShardOptions& options)
+ShardedUnits::ShardedUnits(const UnitPlan& plan, const comm::Group& group, const FullyShardOptions& options, int ranks_of_mean)
     : group_(group),
       replicas_(options.replicate),
       limits_(options.prefetch),
-      scale_(options.average ? 1.0 / (static_cast<double>(group.size()) * options.replicate.size()) : 1.0),
+      scale_(1.0 / ranks_of_mean),
       turn_(plan.units.front().parameters.front().name),
       together_(options.find_unused_parameters) {
   require(limits_.units >= 0 && limits_.bytes >= 0, "fully_shard: prefetch of ", limits_.units, " units and ", limits_.bytes, " bytes must not be negative");
@@ -184,11 +184,16 @@ void ShardedUnits::start_gather(size_t index) {
   Unit& unit = units_[index];
   show_whole(index);  // slices on their way must not be written
   const comm::CallSite site(unit.name);
-  for (auto& flat : unit.flats) {
-    flat.start_gather();
-    count(flat.gathered_bytes());
-  }
   unit.memory = Memory::Arriving;
+  try {
+    for (auto& flat : unit.flats) {
+      flat.start_gather();
+      count(flat.gathered_bytes());
+    }
+  } catch (...) {  // no memory for it: what has begun is waited for, and given up
+    release(index);
+    throw;
+  }
 }
 
 void ShardedUnits::finish_gather(Unit& unit) {
@@ -250,16 +255,25 @@ void ShardedUnits::agree_on(size_t unit) const {
 
 void ShardedUnits::acquire(size_t index) {
   Unit& unit = units_[index];
-  show_whole(index);
-  if (unit.memory == Memory::None && together_) {
-    refuse_another_order();
-    for (size_t other = 0; other < units_.size(); ++other) {
-      if (units_[other].memory == Memory::None) start_gather(other);
+  const bool shown = unit.whole;
+  try {
+    show_whole(index);
+    if (unit.memory == Memory::None && together_) {
+      refuse_another_order();
+      for (size_t other = 0; other < units_.size(); ++other) {
+        if (units_[other].memory == Memory::None) start_gather(other);
+      }
     }
+    if (unit.memory == Memory::None) start_gather(index);
+    if (unit.memory == Memory::Arriving) finish_gather(unit);
+    unit.memory = Memory::Ready;
+    const nn::Unwatched quietly;
+    for (auto& flat : unit.flats) flat.check_given();  // here, and not where a gather ends: what gives a unit up must not be refused
+  } catch (...) {
+    release(index);  // or the next use would take it for gathered and checked
+    if (!shown) show_slices(index);
+    throw;
   }
-  if (unit.memory == Memory::None) start_gather(index);
-  if (unit.memory == Memory::Arriving) finish_gather(unit);
-  unit.memory = Memory::Ready;
 }
 
 /// What comes next within the limits, each once, however often it comes; not what is in use, but for a unit that is about to be no more. A unit that was kept

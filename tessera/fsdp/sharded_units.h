@@ -28,7 +28,8 @@ int64_t gathered_bytes(const UnitPlan::Unit& unit, const FullyShardOptions& opti
 /// the same order on every rank; with find_unused_parameters, that goes for the first gather of a pass and for reductions alone.
 class ShardedUnits {
  public:
-  ShardedUnits(const UnitPlan& plan, const comm::Group& group, const FullyShardOptions& options);
+  /// Sums are divided by `ranks_of_mean`.
+  ShardedUnits(const UnitPlan& plan, const comm::Group& group, const FullyShardOptions& options, int ranks_of_mean);
 
   size_t size() const { return units_.size(); }
   const std::string& name(size_t unit) const { return units_[unit].name; }
@@ -49,7 +50,8 @@ class ShardedUnits {
   void show_whole(size_t unit);
   void show_slices(size_t unit);
 
-  /// The unit's parameters may be used from here on, until release. Gathers and waits where that has not been done ahead of time.
+  /// The unit's parameters may be used from here on, until release. Gathers and waits where that has not been done ahead of time. Throws ConfigError for what
+  /// FlatParameters::check_given and take_in refuse; the unit is not held then, and shown as before.
   void acquire(size_t unit);
   /// Before a use, or a reduction, that the pass before did not foretell: the ranks tell each other which unit it is of. ConfigError where it is not one on all
   /// of them: their gathers would meet, and each would have a part of another unit's weights. What every rank has foretold alike needs no telling. Collective,

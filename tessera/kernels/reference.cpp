@@ -82,7 +82,8 @@ at::Tensor cross_entropy_of_parts(const at::Tensor& logits, const at::Tensor& la
   const at::Tensor lse = sum.log() + most, ignored = labels == kIgnoredLabel;
   const at::Tensor value = lse - target + options.z_loss * lse.square();
   const at::Tensor slope = (x - lse.unsqueeze(1)).exp().sum(-1) * (1 + 2 * options.z_loss * lse) - (expected * x).sum(-1);
-  return (value + slope - slope.detach()).masked_fill(ignored, 0).sum();
+  // The value alone, to the last bit: every rank's slope is another, and would round it otherwise.
+  return (value + (slope - slope.detach())).masked_fill(ignored, 0).sum();
 }
 
 }  // namespace

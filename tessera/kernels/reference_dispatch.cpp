@@ -27,9 +27,16 @@ Dispatch dispatch(const at::Tensor& chosen, int64_t experts, int64_t capacity, i
   return {slots.view({tokens, choices}), order, counts};
 }
 
+namespace {
+
+/// Rows of x. libtorch's gradient of index_select looks at the first row of what was selected, and a rank, or an expert, may have none.
+at::Tensor selected(const at::Tensor& x, const at::Tensor& rows) { return rows.size(0) > 0 ? x.index_select(0, rows) : x.index({rows}); }
+
+}  // namespace
+
 at::Tensor gather_rows(const at::Tensor& x, const Dispatch& where) {
   const at::Tensor tokens = where.order.clamp_min(0).div(where.slots.size(1), "floor");
-  return x.index_select(0, tokens) * where.order.ge(0).unsqueeze(1).to(x.scalar_type());
+  return selected(x, tokens) * where.order.ge(0).unsqueeze(1).to(x.scalar_type());
 }
 
 at::Tensor combine_rows(const at::Tensor& rows, const at::Tensor& weights, const Dispatch& where) {
@@ -38,7 +45,7 @@ at::Tensor combine_rows(const at::Tensor& rows, const at::Tensor& weights, const
   // begins, and its collectives have to meet those of ranks that have rows.
   const at::Tensor padded = at::constant_pad_nd(rows, {0, 0, 0, 1});
   const at::Tensor places = where.slots.masked_fill(where.slots.lt(0), rows.size(0)).reshape({-1});
-  const at::Tensor of_token = padded.index_select(0, places).view({weights.size(0), weights.size(1), rows.size(1)});
+  const at::Tensor of_token = selected(padded, places).view({weights.size(0), weights.size(1), rows.size(1)});
   const at::Tensor used = weights.to(wide) * where.slots.ge(0).to(wide);
   return (of_token.to(wide) * used.unsqueeze(-1)).sum(1).to(rows.scalar_type());
 }

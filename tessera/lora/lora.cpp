@@ -27,6 +27,7 @@
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/shared_casts.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/nn/weight_gradients.h"
 #include "tessera/nn/weights_in_use.h"
 
@@ -84,8 +85,9 @@ void require_plain(const AnyLinear& linear, const std::string& path) {
   const auto* gradients = nn::GradientDispatcher::find(linear.weight);
   require(!(gradients && gradients->owner()) && !nn::keeps_memory(linear.weight), "LoRA of '", path,
           "': the model is wrapped already, by something that would not know the adapters; attach LoRA before what sums or shards gradients");
-  require(linear.weight.sizes() == at::IntArrayRef({linear.options.out_features(), linear.options.in_features()}), "LoRA of '", path,
-          "': its weight is cut, or gone, already; attach LoRA before whatever cuts, shards or quantizes the model");
+  const bool is_whole = linear.weight.sizes() == at::IntArrayRef({linear.options.out_features(), linear.options.in_features()});
+  require(is_whole && std::ranges::none_of(nn::sharings_of(linear.weight), &nn::Sharing::is_term), "LoRA of '", path,
+          "': its weight is cut, or gone, already, or ranks have terms of its gradient; attach LoRA before whatever cuts, shards or quantizes the model");
 }
 
 /// Those of a layer that has had terms before.

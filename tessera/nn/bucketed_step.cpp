@@ -58,11 +58,9 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
   std::erase_if(options_.groups, [](const comm::Group& group) { return group.size() == 1; });
   refuse_slices();
   nn::require_same_parts(options_.technique, parameters_, options_.groups);
-  std::vector<bool> taken;  // from a wrapper that is about to go, or stands aside
+  if (options_.average) ranks_of_mean_ = nn::ranks_of_mean(options_.technique, module_, parameters_, num_ranks_, active());
   for (const nn::NamedParameter& parameter : parameters_) {
-    nn::GradientDispatcher& dispatcher = nn::GradientDispatcher::of(parameter.tensor);
-    taken.push_back(dispatcher.owner() != nullptr);
-    hooks_.add(dispatcher.claim(&self_));
+    hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_, active() ? std::nullopt : taken_up_alone_in(parameter.tensor)));
   }
   if (active()) {
     refuse_renormalized(options_.technique, module_, parameters_);
@@ -70,24 +68,13 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
     listen();
     return;
   }
-  hold_alone(taken);
   if (options_.relay) relay_alone();
 }
 
 /// Gradients that meet no other rank's have no bucket: reduce_dtype is what micro-batches are added up in on one rank, too.
-void BucketedStep::hold_alone(const std::vector<bool>& taken) {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const at::Tensor& tensor = parameters_[i].tensor;
-    const at::ScalarType dtype = summed_dtype(tensor, options_.reduce_dtype);
-    if (dtype == tensor.scalar_type() || !tensor.is_leaf()) continue;
-    const auto before = taken[i] ? std::optional(tensor.scalar_type()) : tensor.grad_dtype();
-    hooks_.add(Attachment([tensor, before, self = &self_] {
-      const auto* const dispatcher = nn::GradientDispatcher::find(tensor);
-      const GradientSynchronizer* const owner = dispatcher == nullptr ? nullptr : dispatcher->owner();
-      if (owner == nullptr || owner == self) tensor.set_grad_dtype(before);  // else it is a newer wrapper's to say
-    }));
-    tensor.set_grad_dtype(dtype);
-  }
+std::optional<at::ScalarType> BucketedStep::taken_up_alone_in(const at::Tensor& parameter) const {
+  const at::ScalarType dtype = summed_dtype(parameter, options_.reduce_dtype);
+  return dtype == parameter.scalar_type() || !parameter.is_leaf() ? std::nullopt : std::optional(dtype);
 }
 
 /// Where gradients meet no other rank's, they go as they come.
@@ -375,7 +362,7 @@ void BucketedStep::complete() {
   complete_reductions();
   exposed.reset();
   for (size_t b = 0; options_.average && b < slots_.size(); ++b) {
-    if (is_trained(b)) sum(b).div_(num_ranks_);
+    if (is_trained(b)) sum(b).div_(ranks_of_mean_);
   }
   for (size_t i = 0; !options_.relay && i < parameters_.size(); ++i) {
     if (!trained_[i]) continue;

@@ -147,7 +147,7 @@ class BucketedStep {
   void refuse_slices() const;
   bool synchronizes(size_t i) const;
   void listen();
-  void hold_alone(const std::vector<bool>& taken);
+  std::optional<at::ScalarType> taken_up_alone_in(const at::Tensor& parameter) const;
   void relay_alone();
   void open(bool plain);
   void begin_round();
@@ -182,6 +182,7 @@ class BucketedStep {
   nn::ParameterForms forms_;  ///< as they were wrapped
   nn::LateParameters late_;
   int num_ranks_ = 1;                         ///< that share a batch
+  int ranks_of_mean_ = 1;                     ///< by which `average` divides
   std::vector<size_t> bucket_of_;             ///< by parameter
   std::shared_ptr<nn::StepPhase> own_phase_;  ///< null where an engine's is followed
   UsedParameters used_;

@@ -1,5 +1,7 @@
 #include "tessera/nn/dropout.h"
 
+#include <utility>
+
 #include "tessera/core/error.h"
 #include "tessera/core/rng.h"
 #include "tessera/kernels/dropout.h"
@@ -7,6 +9,19 @@
 #include "tessera/nn/sample_scope.h"
 
 namespace tessera::nn {
+
+void DrawsMasks::set_replica(int64_t replica, int64_t ranks, std::weak_ptr<const void> by) {
+  std::erase_if(claims_, [](const Claim& claim) { return claim.by.expired(); });
+  claims_.push_back({replica, ranks, std::move(by)});
+}
+
+int64_t DrawsMasks::replica() const {
+  const Claim* most = nullptr;
+  for (const Claim& claim : claims_) {
+    if (!claim.by.expired() && (most == nullptr || claim.ranks >= most->ranks)) most = &claim;
+  }
+  return most == nullptr ? 0 : most->replica;
+}
 
 DropoutImpl::DropoutImpl(double p) : p(p) { require(p >= 0 && p < 1, "Dropout: p = ", p, " must be at least 0 and below 1"); }
 

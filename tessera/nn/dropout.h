@@ -1,7 +1,8 @@
 #pragma once
 
+#include <memory>
 #include <string>
-#include <utility>
+#include <vector>
 
 #include "tessera/nn/module.h"
 
@@ -16,21 +17,19 @@ namespace tessera::nn {
 class DrawsMasks {
  public:
   virtual ~DrawsMasks() = default;
-  /// This rank's place among `ranks` that have other samples, for as long as `by` lives or somebody says otherwise. What fewer ranks say meanwhile, those of a
-  /// part of the model (its experts), changes nothing.
-  void set_replica(int64_t replica, int64_t ranks, std::weak_ptr<const void> by) {
-    if (ranks < ranks_ && !by_.expired()) return;
-    replica_ = replica;
-    ranks_ = ranks;
-    by_ = std::move(by);
-  }
+  /// This rank's place among `ranks` that have other samples, for as long as `by` lives. Of several who live, the most ranks have the word, and of as many the
+  /// last who spoke: what fewer say, those of a part of the model (its experts), changes nothing, unless the others go.
+  void set_replica(int64_t replica, int64_t ranks, std::weak_ptr<const void> by);
 
  protected:
-  int64_t replica() const { return replica_; }
+  int64_t replica() const;  ///< 0 where nobody has the word
 
  private:
-  int64_t replica_ = 0, ranks_ = 1;
-  std::weak_ptr<const void> by_;
+  struct Claim {
+    int64_t replica, ranks;
+    std::weak_ptr<const void> by;
+  };
+  std::vector<Claim> claims_;
 };
 
 /// Zeroes a share p of the elements and scales the others by 1 / (1 - p) while training.

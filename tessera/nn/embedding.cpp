@@ -9,6 +9,7 @@
 #include "tessera/core/error.h"
 #include "tessera/kernels/embedding_gradient.h"
 #include "tessera/kernels/widen.h"
+#include "tessera/nn/backward_pass.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/operator_watch.h"
@@ -34,7 +35,9 @@ struct EmbeddingFunction : AutogradFunction<EmbeddingFunction> {
     const int64_t padding_row = context->saved_data["padding_row"].toInt();
     // On an accelerator adding rows up at once has no fixed order.
     const bool in_order = weight.is_cpu() || weight.is_meta();
-    auto [gradient, holds_sum] = in_order ? GradientDispatcher::take_place(weight) : kernels::GradientPlace();
+    // A gradient that is asked for (autograd::grad), or one with a history of its own (create_graph), is not added up in a step's place.
+    const bool adds_up = in_order && !at::GradMode::is_enabled() && accumulates_into(weight);
+    auto [gradient, holds_sum] = adds_up ? GradientDispatcher::take_place(weight) : kernels::GradientPlace();
     if (!gradient.defined()) {
       const at::Tensor rows = grads[0].to(kernels::handed_on_in(weight, grads[0].scalar_type()));
       gradient = at::embedding_dense_backward(rows, ids, weight.size(0), padding_row, /*scale_grad_by_freq=*/false);

@@ -124,13 +124,13 @@ LeftGradients::LeftGradients(const std::vector<nn::NamedParameter>& parameters) 
 }
 
 void LeftGradients::refuse(const std::string& technique, const std::vector<nn::NamedParameter>& parameters) {
-  const auto left = std::exchange(left_, {});
-  for (size_t i = 0; i < left.size(); ++i) {
-    const at::Tensor& gradient = left[i];
+  for (size_t i = 0; i < left_.size(); ++i) {
+    const at::Tensor& gradient = left_[i];
     if (!gradient.defined() || gradient.is_meta() || !parameters[i].tensor.grad().is_same(gradient)) continue;
     require(at::count_nonzero(gradient).item<int64_t>() == 0, technique, ": '", parameters[i].name,
             "' has a gradient from before it was wrapped, which has met no other rank's; call zero_grad() before the first backward pass under the wrapper");
   }
+  left_.clear();  // behind the last refusal: a loop that goes on after one still has to clear them
 }
 
 at::ScalarType summed_dtype(const at::Tensor& parameter, std::optional<at::ScalarType> dtype) {
@@ -256,6 +256,7 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
 }
 
 std::vector<bool> UsedParameters::anywhere(const comm::Group& group, bool* failed) const {
+  if (group.size() == 1) return std::vector<bool>(used_.begin(), used_.end());
   auto mine = used_;
   if (failed != nullptr) mine.push_back(*failed ? 1 : 0);
   at::Tensor used = at::tensor(mine, at::kInt).to(message_device(parameters_.front().tensor, group));

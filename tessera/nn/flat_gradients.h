@@ -33,7 +33,7 @@ class LeftGradients {
   LeftGradients() = default;
   explicit LeftGradients(const std::vector<nn::NamedParameter>& parameters);
 
-  /// Before the first backward pass; later calls do nothing. Throws ConfigError where one still stands and is not zero.
+  /// Before each backward pass; does nothing once one has found them cleared. Throws ConfigError where one still stands and is not zero.
   void refuse(const std::string& technique, const std::vector<nn::NamedParameter>& parameters);
 
  private:

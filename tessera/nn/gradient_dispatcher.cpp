@@ -55,8 +55,22 @@ bool has_autograd_meta(const at::Tensor& tensor) { return tensor.defined() && to
 
 struct GradientDispatcher::State {
   Listeners arriving, accumulated, final;
-  bool hears_arrivals = false;                ///< the hook for them is there
-  std::vector<GradientSynchronizer*> owners;  ///< the last one is
+  bool hears_arrivals = false;  ///< the hook for them is there
+  struct Claim {
+    GradientSynchronizer* owner;
+    std::optional<at::ScalarType> taken_up_in;  ///< gradients, by autograd; none: the parameter's own
+  };
+  std::vector<Claim> claims;                     ///< the last one holds
+  std::optional<at::ScalarType> own_grad_dtype;  ///< before anybody claimed it
+  bool takes_up_otherwise = false;               ///< somebody has said in what
+
+  /// Whoever comes or goes, it is the claim that holds which says in what gradients are taken up.
+  void settle_grad_dtype(const at::Tensor& parameter) {
+    if (!takes_up_otherwise) return;
+    const auto said = claims.empty() ? std::nullopt : claims.back().taken_up_in;
+    parameter.set_grad_dtype(said ? said : own_grad_dtype);
+  }
+
   std::shared_ptr<const StepPhase> phase;
   int outstanding = 0;          ///< deliveries promised and not made
   int64_t announced_step = -1;  ///< of the phase; the last step whose gradient was called final
@@ -168,14 +182,20 @@ void GradientDispatcher::unfollow(const std::shared_ptr<const StepPhase>& phase)
   if (state_->phase == phase) follow(nullptr);
 }
 
-Attachment GradientDispatcher::claim(GradientSynchronizer* owner) {
-  state_->owners.push_back(owner);
-  return Attachment([state = std::weak_ptr(state_), owner] {
-    if (const auto alive = state.lock()) std::erase(alive->owners, owner);
+Attachment GradientDispatcher::claim(GradientSynchronizer* owner, std::optional<at::ScalarType> taken_up_in) {
+  State& now = *state_;
+  if (taken_up_in && !std::exchange(now.takes_up_otherwise, true)) now.own_grad_dtype = parameter().grad_dtype();
+  now.claims.push_back({owner, taken_up_in});
+  now.settle_grad_dtype(parameter());
+  return Attachment([state = std::weak_ptr(state_), owner, parameter = parameter_] {
+    const auto alive = state.lock();
+    if (!alive) return;
+    std::erase_if(alive->claims, [&](const State::Claim& claim) { return claim.owner == owner; });
+    alive->settle_grad_dtype(at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(parameter)));
   });
 }
 
-GradientSynchronizer* GradientDispatcher::owner() const { return state_->owners.empty() ? nullptr : state_->owners.back(); }
+GradientSynchronizer* GradientDispatcher::owner() const { return state_->claims.empty() ? nullptr : state_->claims.back().owner; }
 
 void GradientDispatcher::expect(int count) { state_->outstanding += count; }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -63,8 +64,9 @@ class GradientDispatcher {
   /// Ends that, unless another phase is followed by now.
   void unfollow(const std::shared_ptr<const StepPhase>& phase);
 
-  /// Says who makes the parameter's gradient that of the global batch, until the attachment goes. Who claimed it last does; those before wait until then.
-  [[nodiscard]] Attachment claim(GradientSynchronizer* owner);
+  /// Says who makes the parameter's gradient that of the global batch, until the attachment goes. Who claimed it last does; those before wait until then. Where
+  /// autograd is to take gradients up in another type than the parameter's own for him (Tensor::set_grad_dtype), he says in which; so far of leaves alone.
+  [[nodiscard]] Attachment claim(GradientSynchronizer* owner, std::optional<at::ScalarType> taken_up_in = {});
   GradientSynchronizer* owner() const;  ///< null where nobody has claimed it
 
   /// Promises `count` more gradients that autograd does not bring itself (weight gradients computed later): the gradient is not final before they

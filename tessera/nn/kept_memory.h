@@ -8,4 +8,13 @@ namespace tessera::nn {
 void keep_beside(const at::Tensor& parameter, bool beside = true);
 bool is_kept_beside(const at::Tensor& parameter);
 
+/// Tells those who watch operators that the parameter is about to be written, or its own memory read, past libtorch (a kernel that goes by pointers is an
+/// operator to nobody): fully_shard lets go of what it has gathered, and ends a forward that nobody goes back through. A copy onto itself, which moves nothing
+/// and counts as a version.
+void announce_write(const at::Tensor& parameter);
+
+/// A sharded parameter that is shown whole, behind a forward that recorded gradients, is shown as the part that this rank holds (announce_write); of any other
+/// nothing is done. For who asks a parameter for its shape or memory between steps: optimizers, loads.
+void show_part(const at::Tensor& parameter);
+
 }  // namespace tessera::nn

@@ -26,6 +26,7 @@ struct ParameterData : c10::BackendMeta {
   size_t init_position = 0;
   std::shared_ptr<const Origin> origin;
   bool keeps_memory = false, kept_beside = false, follows = false, terms_summed = false;
+  int64_t sums_of_terms = 0;  ///< calls of sum_terms that began with it
   std::vector<Sharing> sharings;
   std::vector<Dealt> dealt;
   std::shared_ptr<const DividedModel> divided;
@@ -52,6 +53,7 @@ void change(const at::Tensor& tensor, Change&& how) {
     data->kept_beside = before->kept_beside;
     data->follows = before->follows;
     data->terms_summed = before->terms_summed;
+    data->sums_of_terms = before->sums_of_terms;
     data->sharings = before->sharings;
     data->dealt = before->dealt;
     data->divided = before->divided;
@@ -126,8 +128,8 @@ void set_data_of_same(const at::Tensor& parameter, const at::Tensor& data) {
   parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(known));
 }
 
-void keep_memory(const at::Tensor& parameter) {
-  change(parameter, [](ParameterData& data) { data.keeps_memory = true; });
+void keep_memory(const at::Tensor& parameter, bool keeps) {
+  change(parameter, [&](ParameterData& data) { data.keeps_memory = keeps; });
 }
 
 void keep_beside(const at::Tensor& parameter, bool beside) {
@@ -137,6 +139,15 @@ void keep_beside(const at::Tensor& parameter, bool beside) {
 bool is_kept_beside(const at::Tensor& parameter) {
   const auto data = data_of(parameter);
   return data && data->kept_beside;
+}
+
+void announce_write(const at::Tensor& parameter) {
+  const c10::NoGradGuard no_grad;
+  if (!parameter.is_meta()) at::Tensor(parameter).copy_(parameter);
+}
+
+void show_part(const at::Tensor& parameter) {
+  if (keeps_memory(parameter) && slice_of(parameter).numel() != parameter.numel()) announce_write(parameter);
 }
 
 bool keeps_memory(const at::Tensor& parameter) {
@@ -243,6 +254,35 @@ void require_same_parts(const std::string& technique, const std::vector<NamedPar
   }
 }
 
+namespace {
+
+int losses_of(const at::Tensor& parameter) {
+  int losses = 1;
+  for (const Dealt& dealt : dealt_of(parameter)) losses *= dealt.losses;
+  return losses;
+}
+
+}  // namespace
+
+int ranks_of_mean(const std::string& technique, const torch::nn::Module& root, const std::vector<NamedParameter>& parameters, int ranks, bool sums) {
+  constexpr std::string_view way_out = "; leave average false, and divide the loss by the tokens, or samples, of all ranks";
+  const int losses = losses_of(parameters.front().tensor);
+  std::unordered_set<const c10::TensorImpl*> own;
+  for (const auto& [name, tensor, aliases] : parameters) {
+    own.insert(tensor.unsafeGetTensorImpl());
+    require(losses_of(tensor) == losses, technique, ": average: '", name, "' has gradients of ", losses_of(tensor), " ranks' losses when they come, and '",
+            parameters.front().name, "' of ", losses, ": give experts and the rest to a wrapper each (`only`, experts_of)");
+  }
+  require(sums || losses == 1, technique, ": average: '", parameters.front().name, "' has gradients of ", losses,
+          " ranks' losses, and over one rank nobody divides them", way_out);
+  for (const auto& item : root.named_parameters()) {
+    const int others = own.contains(item.value().unsafeGetTensorImpl()) ? 1 : losses_of(item.value());
+    require(others == 1 || others < ranks, technique, ": average: '", item.key(), "' has gradients of all ", others,
+            " ranks' losses, so that no wrapper sums or divides them", way_out);
+  }
+  return ranks * losses;
+}
+
 std::vector<Sharing> sharings_of(const at::Tensor& tensor) {
   const at::Tensor parameter = updated_for(tensor);
   const auto data = parameter.defined() ? data_of(parameter) : nullptr;
@@ -253,6 +293,13 @@ void note_terms_summed(const at::Tensor& updated) {
   const at::Tensor parameter = updated_for(updated);
   const auto data = parameter.defined() ? data_of(parameter) : nullptr;
   if (data && !data->terms_summed) change(parameter, [](ParameterData& of) { of.terms_summed = true; });
+}
+
+int64_t count_sum_of_terms(const at::Tensor& updated) {
+  const at::Tensor parameter = updated_for(updated);
+  int64_t count = 0;
+  if (parameter.defined()) change(parameter, [&](ParameterData& of) { count = ++of.sums_of_terms; });
+  return count;
 }
 
 std::optional<std::string> axis_of_unsummed_term(const at::Tensor& updated) {

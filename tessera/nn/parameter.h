@@ -46,7 +46,7 @@ void set_slice(const at::Tensor& tensor, Slice slice);
 void set_data_of_same(const at::Tensor& parameter, const at::Tensor& data);
 
 /// Says that someone else gives this parameter its memory (a flat buffer of slices): `materialize` draws into it and never puts another in its place.
-void keep_memory(const at::Tensor& parameter);
+void keep_memory(const at::Tensor& parameter, bool keeps = true);
 bool keeps_memory(const at::Tensor& parameter);
 
 /// A parameter with the name of its first use, and the names of its further uses where it is tied.

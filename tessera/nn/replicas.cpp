@@ -133,6 +133,10 @@ void broadcast_buffers(torch::nn::Module& module, const comm::Group& group) {
   for (const auto& item : module.named_buffers()) {
     const at::Tensor& buffer = item.value();
     if (!buffer.defined()) continue;
+    require(
+        buffer.layout() == at::kStrided, "data parallelism: buffer '", item.key(), "' is of layout ", buffer.layout(),
+        ", and buffers are brought from rank 0 in dense memory; make it alike on every rank and set buffers = BufferBroadcast::Never in the options of the ",
+        "wrapper, or keep it as a plain member of the module in place of a buffer");
     buffers.push_back(buffer);
     if (!buffer.is_meta() && !is_kept_by_a_norm(item.key())) watched.insert(buffer.unsafeGetTensorImpl());
   }

@@ -32,6 +32,7 @@ void equalize_replicas(torch::nn::Module& module, const comm::Group& group, Repl
 
 /// Broadcasts the buffers of `module` from rank 0, one message per dtype. One that becomes another by that counts as written in place (a graph that still holds
 /// it refuses its backward pass), but for running statistics (running_mean, running_var, num_batches_tracked), by which nothing is differentiated in training.
+/// Throws ConfigError, by name, for one that is not dense.
 void broadcast_buffers(torch::nn::Module& module, const comm::Group& group);
 
 }  // namespace tessera

@@ -1,6 +1,7 @@
 #include "tessera/nn/sharing.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <map>
 #include <optional>
@@ -8,6 +9,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/accumulate.h>
 #include <fmt/format.h>
@@ -15,6 +17,7 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/core/host_read.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
@@ -158,9 +161,42 @@ void require_axis_of_terms(const comm::Group& group, const std::vector<NamedPara
 
 }  // namespace
 
+void require_alike(const comm::Group& group, const std::vector<NamedParameter>& updated) {
+  std::vector<std::string> names;
+  std::vector<at::Tensor> sums;
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, tensor, aliases] : updated) {
+    for (const Sharing& sharing : sharings_of(tensor)) {
+      const bool is_whole = sharing.axis == group.name() && sharing.holders == group.size() && !sharing.is_term && sharing.even && sharing.watched;
+      if (!is_whole || !tensor.is_floating_point() || tensor.is_meta()) continue;
+      const at::Tensor values = tensor.detach().to(at::kDouble);
+      names.push_back(name);
+      sums.push_back(at::stack({values.sum(), values.abs().sum()}));
+    }
+  }
+  if (names.empty() || group.size() == 1) return;
+  const auto count = static_cast<int64_t>(names.size());
+  const at::Tensor own = at::stack(sums), all = at::empty({group.size() * count, 2}, own.options());
+  comm::all_gather(group, all, own);
+  constexpr double kRounding = 1e-6;  // of a mean element; an update by another gradient is more
+  const std::vector<double> read = host_read_all(all, 0);
+  for (int rank = 1; rank < group.size(); ++rank) {
+    for (int64_t i = 0; i < count; ++i) {
+      const auto first = static_cast<size_t>(2 * i), other = first + static_cast<size_t>(2 * count * rank);
+      require(
+          std::abs(read[other] - read[first]) <= kRounding * read[first + 1], "parallelize_module: '", names[static_cast<size_t>(i)],
+          "' is whole on all ranks of ", group.name(), ", and has other values on rank ", rank,
+          " than on rank 0 after some updates: it works on a part of the ",
+          "features, heads or positions, and each rank updates it by another gradient. Give it the style SequenceParallel, whose gradients sum_terms adds up, "
+          "or what it works on another layout; check_parallel_plan names what does not meet");
+    }
+  }
+}
+
 void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& updated, const comm::Group& everyone) {
   std::vector<Term> aligned, placed;
   require_axis_of_terms(group, updated);
+  if (!updated.empty() && is_due(count_sum_of_terms(updated.front().tensor))) require_alike(group, updated);
   for (const auto& parameter : updated) {
     if (!parameter.tensor.requires_grad()) continue;
     for (Sharing& sharing : sharings_of(parameter.tensor)) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
 
 #include "tessera/comm/group.h"
 #include "tessera/nn/parameter.h"
@@ -22,6 +23,7 @@ struct Sharing {
   bool is_term = false;        ///< each holder's gradient is one term of the sum; otherwise each has the whole of it
   /// Whether the group's ranks hold parts of one size, of every parameter of the model: then whoever shards these further cuts alike on all of them.
   bool even = true;
+  bool watched = false;  ///< whether it is looked now and then that ranks which hold the same still do (require_alike)
 };
 
 /// Adds to what is known of the parameter: one Sharing for each axis. Throws InternalError for one that is known.
@@ -35,6 +37,7 @@ struct Dealt {
   comm::Group group;
   int first = 0, holders = 1;
   std::string by;  ///< who dealt them, for messages
+  int losses = 1;  ///< of so many ranks' losses a gradient here has the terms, when it comes: of all whose tokens come to an expert
 
   bool counts_here() const { return group.rank() == first; }  ///< as one of the holders has to, in a norm
   bool holds_others(int world_rank) const;                    ///< whether that rank of the world is a member with other elements
@@ -51,6 +54,11 @@ void require_same_parts(const std::string& technique, const std::vector<NamedPar
 
 /// Whether the parameter, as it is now, has a Sharing for the axis: libtorch's set_data takes away what is known of it.
 bool is_shared_over(const at::Tensor& parameter, const std::string& axis);
+
+/// By what a wrapper over `ranks` ranks divides sums of gradients that are to be means over ranks (`average`): by these, times the losses that gradients are of
+/// already (Dealt). `sums`: whether it sums and divides at all; a group of one leaves gradients alone. Throws ConfigError, by name, where its parameters differ
+/// in that, where it does not divide, and where experts of `root` that are left to others are of all the ranks' losses, so that nobody would divide theirs.
+int ranks_of_mean(const std::string& technique, const torch::nn::Module& root, const std::vector<NamedParameter>& parameters, int ranks, bool sums);
 
 /// What may lie beside the parameter in a flat buffer: parameters of the same key. Ranks whose parts are uneven hold some parameters alike beside parts of
 /// other sizes. Were they in one buffer, the same element would lie at another place of it on each of these ranks, and collectives whose order of additions
@@ -70,9 +78,19 @@ std::vector<NamedParameter> counted_once(const std::vector<NamedParameter>& para
 /// while. `everyone`, the ranks of both (mesh[{"dp_shard", "tp"}]), makes one of the two.
 void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& updated, const comm::Group& everyone = {});
 
+/// Throws ConfigError, on all ranks of `group` alike and by name, where a parameter that all of them hold whole, each with the whole of its gradient, has other
+/// values on one of them: it works on what is cut (a norm of one rank's heads), and a plan that does not name it took it for whole. Differences of rounding
+/// pass. Left out are parameters that nobody watches (Sharing), and what sharding cuts otherwise on each rank (Sharing::even). One all-gather of 16 bytes a
+/// parameter. sum_terms asks for it at those of its calls that is_due() names, and so do forwards of parallelize_module's layers.
+void require_alike(const comm::Group& group, const std::vector<NamedParameter>& updated);
+/// Call 2, 4, 8 and so on: what is looked for then costs nothing in the long run.
+constexpr bool is_due(int64_t call) { return call >= 2 && (call & (call - 1)) == 0; }
+
 /// Throws ConfigError, by name, where a gradient is one term of a sum over ranks, and sum_terms has never been called for its parameter.
 void require_terms_summed(const std::string& caller, const std::vector<NamedParameter>& updated);
 void note_terms_summed(const at::Tensor& updated);
+/// How often sum_terms has been called for what begins with this parameter, this time included.
+int64_t count_sum_of_terms(const at::Tensor& updated);
 /// Of a parameter, or of what is updated in its place, of whose gradient ranks have terms that sum_terms has never summed: their group's name.
 std::optional<std::string> axis_of_unsummed_term(const at::Tensor& updated);
 

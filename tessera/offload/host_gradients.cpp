@@ -62,7 +62,7 @@ void HostGradients::finish() {
     const at::Tensor sum = sums_->take(parameters_[i].tensor);
     // No view, which libtorch's zero_grad could not detach.
     copies_[i].tensor.mutable_grad() = sum.defined() ? gradient_view(sum, 0, copies_[i].tensor.sizes()) : sum;
-    if (copies_[i].tensor.grad().defined()) with_gradient_[i] = 1;
+    with_gradient_[i] = copies_[i].tensor.grad().defined() ? 1 : 0;
   }
   sums_->clear();
 }
@@ -75,8 +75,9 @@ void HostGradients::after_update() {
     const CopyStream::Scope copying(link_.in);
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const auto& [name, copy, aliases] = copies_[i];
-      // What nobody updates may follow another's update (an embedding's second end on one rank); libtorch's SGD writes behind the version counter.
-      if (!std::exchange(with_gradient_[i], 0) && copy._version() == versions_[i].copy) continue;
+      // What nobody updates may follow another's update (an embedding's second end on one rank); libtorch's SGD writes behind the version counter, and is not
+      // the only optimizer that comes after one backward pass.
+      if (with_gradient_[i] == 0 && copy._version() == versions_[i].copy) continue;
       at::Tensor(parameters_[i].tensor).copy_(copy, /*non_blocking=*/true);
       changed.push_back(i);
     }

@@ -69,7 +69,7 @@ class HostGradients final : public GradientSynchronizer {
   std::unique_ptr<GradientSynchronizer> inner_;
   std::vector<nn::NamedParameter> parameters_, copies_;
   std::vector<Versions> versions_;
-  std::vector<char> with_gradient_;  ///< since the last update came back: a program may clear it before that
+  std::vector<char> with_gradient_;  ///< in the last finish(): a program may clear the gradient before the update comes back
 };
 
 }  // namespace tessera

@@ -21,16 +21,6 @@
 
 namespace tessera::optim {
 
-namespace {
-
-/// A kernel that writes by pointers is an operator to nobody: a copy onto itself, which moves nothing, tells those who watch operators (fully_shard lets go of
-/// what it has gathered, and ends a forward that nobody goes back through), and counts as a version.
-void announce_write(const at::Tensor& parameter) {
-  if (!parameter.is_meta()) at::Tensor(parameter).copy_(parameter);
-}
-
-}  // namespace
-
 Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(groups)) {
   std::set<const void*> seen;
   std::set<std::string> names;
@@ -48,7 +38,10 @@ Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(gro
     }
   }
   counts_.resize(parameters_.size(), 0);
-  for (const auto& parameter : parameters_) shapes_.push_back(parameter.tensor.sizes().vec());
+  for (const auto& parameter : parameters_) {
+    nn::show_part(parameter.tensor);
+    shapes_.push_back(parameter.tensor.sizes().vec());
+  }
 }
 
 std::vector<at::Tensor> Optimizer::Batch::gradients_as_parameters() const {
@@ -79,9 +72,8 @@ std::vector<Optimizer::Batch> Optimizer::batches(double lr, std::vector<std::pai
       if (!gradient.defined()) continue;
       // The fused operators walk these memories side by side, from one end to the other.
       at::Tensor updated = parameter.tensor;
-      // What fully_shard holds may be shown whole, behind a forward: its slice is for it to know.
-      require((nn::keeps_memory(updated) && nn::owner_of(updated) != nullptr) || updated.sizes() == at::IntArrayRef(shapes_[i]), "optimizer.step: '",
-              parameter.name, "' has the shape ", updated.sizes(), ", and had ", at::IntArrayRef(shapes_[i]),
+      require(updated.sizes() == at::IntArrayRef(shapes_[i]), "optimizer.step: '", parameter.name, "' has the shape ", updated.sizes(), ", and had ",
+              at::IntArrayRef(shapes_[i]),
               " when the optimizer was made, for which its state is; make the optimizer behind what shards, unshards or resizes the model, and bring its state "
               "over by a checkpoint");
       if (by_rows() ? !updated.is_contiguous() : !updated.is_non_overlapping_and_dense()) {
@@ -123,9 +115,17 @@ void Optimizer::step(double lr, const at::Tensor& skip, const at::Tensor& scale)
   apply({.lr = lr, .skip = undecided, .gradient_scale = gradient_scale});
 }
 
+/// Whatever they do with them: some read parameters, or take what shares their memory, before an operator writes one.
+void Optimizer::announce_writes() const {
+  for (const auto& parameter : parameters_) {
+    if (parameter.tensor.grad().defined() && (writes_memory() || nn::keeps_memory(parameter.tensor))) nn::announce_write(parameter.tensor);
+  }
+}
+
 void Optimizer::begin(double lr) {
   if (!needs_begin()) return;
   const c10::NoGradGuard no_grad;
+  announce_writes();
   std::vector<std::pair<at::Tensor, at::Tensor>> read;
   prepare(batches(lr, read));
 }
@@ -133,11 +133,7 @@ void Optimizer::begin(double lr) {
 void Optimizer::apply(const UpdateTerms& terms) {
   const c10::NoGradGuard no_grad;
   const kernels::UpdatesByElement by_element;
-  if (writes_memory()) {
-    for (const auto& parameter : parameters_) {
-      if (parameter.tensor.grad().defined()) announce_write(parameter.tensor);
-    }
-  }
+  announce_writes();
   std::vector<std::pair<at::Tensor, at::Tensor>> apart;
   for (Batch& batch : batches(terms.lr, apart)) {
     batch.skip = terms.skip;

@@ -146,6 +146,7 @@ class Optimizer {
   void require_counts_of_all(const std::map<std::string, int64_t>& counts) const;
   /// Whether update() writes parameters by pointers, which no operator shows.
   virtual bool writes_memory() const { return false; }
+  void announce_writes() const;
   /// A program may give a parameter memory of other strides (set_data, torch::load): state that kernels walk beside it is laid as `updated` lies.
   virtual void lay_state_like(size_t /*index*/, const at::Tensor& /*updated*/) {}
   static void lay_like(at::Tensor& state, const at::Tensor& updated);

@@ -18,12 +18,13 @@ namespace tessera::tensor_parallel {
 at::Tensor Overlap::take(const nn::Module& layer, const at::Tensor& x) {
   for (Prepared* one = prepared; one != nullptr; one = one->outer) {
     if (!one->whole.is_same(x)) continue;
+    const auto found = one->products.find(&layer);
+    if (found == one->products.end()) return {};
     require(
         nn::version_of(x) == one->version, "PrepareInput: '", layer.path(),
         "' is given what was written in place after it was gathered, and its product was made before (tensor.overlap); write out of place, or take the layer "
         "out of PrepareInput's layers");
-    const auto found = one->products.find(&layer);
-    return found == one->products.end() ? at::Tensor() : std::move(one->products.extract(found).mapped());
+    return std::move(one->products.extract(found).mapped());
   }
   return {};
 }

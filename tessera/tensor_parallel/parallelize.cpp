@@ -7,7 +7,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/sum.h>
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
@@ -26,6 +25,7 @@
 #include "tessera/nn/sharing.h"
 #include "tessera/nn/weights_in_use.h"
 #include "tessera/tensor_parallel/convert.h"
+#include "tessera/tensor_parallel/known_parts.h"
 #include "tessera/tensor_parallel/linear.h"
 #include "tessera/tensor_parallel/overlap.h"
 #include "tessera/tensor_parallel/same_input.h"
@@ -42,73 +42,10 @@ namespace tessera {
 namespace {
 
 using tensor_parallel::convertible;
+using tensor_parallel::KnownParts;
+using tensor_parallel::WholeParts;
 
 constexpr const char* kName = "parallelize_module";
-
-/// Refuses to compute with parts of which libtorch has forgotten what they are parts of: gradients would miss the other ranks' terms, and checkpoints would
-/// take a part for the whole. And with parameters that were updated by a term of their gradient, each rank by another; of those that a wrapper shards, whoever
-/// clips or updates its parts looks.
-class KnownParts final : public nn::Interceptor {
- public:
-  KnownParts(std::string axis, const std::vector<at::Tensor>& parameters, bool watches_terms) : axis_(std::move(axis)), watches_terms_(watches_terms) {
-    for (const at::Tensor& parameter : parameters) parts_.push_back({nn::slice_of(parameter).name, Weak(parameter.getIntrusivePtr())});
-  }
-
-  nn::Values call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) override {
-    for (Part& part : parts_) {
-      auto impl = part.tensor.lock();
-      if (!impl) continue;
-      const at::Tensor parameter(std::move(impl));
-      check_known(part.name, parameter);
-      if (watches_terms_ && !part.is_looked_after && at::GradMode::is_enabled()) look_after_term(part, parameter);
-    }
-    return next(std::move(inputs));
-  }
-
-  const std::string& axis() const { return axis_; }
-
- private:
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  struct Part {
-    std::string name;
-    Weak tensor;
-    bool is_looked_after = false;               ///< no term, or terms were summed
-    std::shared_ptr<at::Tensor> at_gradient{};  ///< the sum of its values when a gradient came
-    Attachment listening{};
-  };
-
-  void check_known(const std::string& name, const at::Tensor& parameter) const {
-    require(nn::is_shared_over(parameter, axis_), "parallelize_module: '", name, "', which ranks of ", axis_,
-            " share out, was given other data since (Module::to, set_data, torch::load), and what it is a part of went with the data it had; change the dtype "
-            "before parallelize_module, or by tessera::precision::apply(*model, {.params = ..., .compute = ...}) before materialize");
-  }
-
-  /// libtorch's optimizers write behind the version counter, so it is values that tell.
-  static at::Tensor sum_of(const at::Tensor& parameter) {
-    const at::NoGradGuard no_grad;
-    return parameter.detach().sum(at::kDouble);
-  }
-
-  void look_after_term(Part& part, const at::Tensor& parameter) const {
-    if (parameter.is_meta() || !parameter.is_leaf() || !parameter.requires_grad()) return;
-    const GradientSynchronizer* const owner = nn::owner_of(parameter);
-    const bool is_sharded = owner != nullptr && !owner->held_elements(0).empty();
-    part.is_looked_after = is_sharded || !nn::axis_of_unsummed_term(parameter);
-    if (part.is_looked_after) return part.listening.detach();
-    if (!part.at_gradient) {
-      part.at_gradient = std::make_shared<at::Tensor>();
-      part.listening = nn::GradientDispatcher::of(parameter).listen([sum = part.at_gradient](const at::Tensor& own) { *sum = sum_of(own); });
-    }
-    require(
-        !part.at_gradient->defined() || part.at_gradient->equal(sum_of(parameter)), "parallelize_module: '", part.name, "' was updated, each rank of '", axis_,
-        "' has a term of its gradient, and they were never summed, so ranks drift apart: behind each backward pass, "
-        "before clipping and the update, call nn::sum_terms(parallel->group(), wrapper.updated()), or, without a wrapper, of nn::unique_parameters(*model)");
-  }
-
-  std::string axis_;
-  bool watches_terms_;
-  std::vector<Part> parts_;
-};
 
 /// Carries a plan out on one module after the other. A style that computes owns its module; Prepare* add to it.
 class Builder {
@@ -127,6 +64,7 @@ class Builder {
     for (const at::Tensor& weight : nn::weights_in_use(module)) {
       if (!nn::slice_of(weight).is_whole()) cut_by_.emplace(weight.unsafeGetTensorImpl(), style_ + " of '" + path_ + "'");
     }
+    if (first_ == nullptr) first_ = &module;
     attached_.add(nn::attach(module, std::move(interceptor)));
     attached_.add(nn::expect_call(module, "parallelize_module: " + style_ + " of '" + path + "'"));
     attach_check(module);
@@ -148,11 +86,13 @@ class Builder {
       const bool dealt = found == sharings_.end() && is_dealt_here(parameter);
       nn::Sharing sharing = dealt ? own_part() : found == sharings_.end() ? everyone(/*is_term=*/false) : found->second;
       sharing.even = even_;
+      sharing.watched = options_.watch_terms;
       if (sharing.sets > 1 && !dealt) {
         nn::note_dealt(parameter.tensor, {.group = context_->group, .first = sharing.first, .holders = sharing.holders, .by = kName});
       }
       nn::add_sharing(parameter.tensor, std::move(sharing));
     }
+    if (options_.watch_terms && size() > 1) attached_.add(nn::attach(*first_, std::make_shared<WholeParts>(context_->group, nn::unique_parameters(module))));
     return std::make_unique<TensorParallel>(context_->group, context_, alive_, std::move(attached_));
   }
 
@@ -420,6 +360,7 @@ class Builder {
   TensorParallelOptions options_;
   bool embeds_;  ///< whether the plan turns ids into activations
   std::string path_, style_;
+  nn::Module* first_ = nullptr;  ///< that has a style
   std::map<const nn::Module*, std::string> owners_;
   std::map<const c10::TensorImpl*, nn::Sharing> sharings_;
   std::map<const c10::TensorImpl*, std::string> cut_by_;         ///< of what is cut: the style that did

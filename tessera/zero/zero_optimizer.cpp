@@ -1,9 +1,18 @@
 #include "tessera/zero/zero_optimizer.h"
 
 #include <algorithm>
+#include <array>
+#include <string>
+#include <typeindex>
 
 #include <c10/core/GradMode.h>
+#include <c10/util/Type.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
 
 #include "tessera/core/error.h"
 #include "tessera/nn/gradient_dispatcher.h"
@@ -39,17 +48,34 @@ at::Tensor parameter_set_aside(const nn::NamedParameter& updated) {
   return parameter.grad().defined() && nn::is_gradient_guard(parameter.grad()) ? parameter : at::Tensor();
 }
 
+/// By their very classes: what a program derives from one may do anything in its step.
+bool is_known_to_go_by_elements(const torch::optim::Optimizer& optimizer) {
+  const std::array<std::type_index, 5> known{typeid(torch::optim::Adam), typeid(torch::optim::AdamW), typeid(torch::optim::SGD), typeid(torch::optim::Adagrad),
+                                             typeid(torch::optim::RMSprop)};
+  return std::ranges::find(known, std::type_index(typeid(optimizer))) != known.end();
+}
+
 }  // namespace
 
-void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Synchronizers& synchronizers) {
-  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr) return;
+void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Synchronizers& synchronizers, ByElements by_elements) {
+  if (is_known_to_go_by_elements(optimizer)) return;
+  const bool multiplies_all = dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr;
   for (const auto* synchronizer : synchronizers) {
     const int parts = synchronizer->norm_group().size();
+    if (parts == 1) continue;
     require(
-        parts == 1, "zero_optimizer: torch::optim::LBFGS takes dot products over all parameters, and what it updates on this rank is one of ", parts,
+        !multiplies_all, "zero_optimizer: torch::optim::LBFGS takes dot products over all parameters, and what it updates on this rank is one of ", parts,
         " parts of them, so ranks would go in directions and by steps of their own (and its closure, which it calls several times a step, would see parameters "
         "that were not brought together); use an optimizer that goes element by element (Adam, AdamW, SGD, Adagrad, RMSprop), or DistributedDataParallel with "
         "a closure that returns the loss of all ranks");
+    require(
+        by_elements == ByElements::Vouched, "zero_optimizer: '", c10::demangle(typeid(optimizer).name()),
+        "' is no class of which it is known that it goes element by element (Adam, AdamW, SGD, Adagrad, RMSprop of torch::optim), and what it updates on this "
+        "rank is one of ",
+        parts,
+        " parts of the parameters: a norm or a mean that it takes of a tensor (LAMB, LARS) would be that of a part, another on each rank; use one of those, or "
+        "DistributedDataParallel, which leaves parameters whole; where an element's update depends on no other element, say so: zero_optimizer(wrapper, make, "
+        "ByElements::Vouched)");
   }
 }
 

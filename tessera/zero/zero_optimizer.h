@@ -16,12 +16,18 @@
 
 namespace tessera {
 
+/// How it is known that an optimizer updates each element by that element's values, gradients and state alone, so that parts may be updated one by one.
+enum class ByElements {
+  Known,    ///< by its class: Adam, AdamW, SGD, Adagrad, RMSprop of torch::optim, not what is derived from them; any other of libtorch's kind is refused
+  Vouched,  ///< by the program's word, for a class of its own
+};
+
 namespace detail {
 /// Those whose parameters an optimizer updates, in the order in which it has them.
 using Synchronizers = std::vector<GradientSynchronizer*>;
 
-/// Refuses an optimizer that computes with whole vectors where `synchronizers` leave it parts of them. Throws ConfigError.
-void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Synchronizers& synchronizers);
+/// Refuses an optimizer that computes with whole vectors, or may, where `synchronizers` leave it parts of them. Throws ConfigError.
+void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Synchronizers& synchronizers, ByElements by_elements);
 
 /// Refuses an update where gradients wait whole on this rank, of passes under no_sync() that none without it has followed. Throws ConfigError.
 void refuse_gradients_that_wait(const Synchronizers& synchronizers);
@@ -63,7 +69,7 @@ class ClearWatch {
 };
 }  // namespace detail
 
-/// An optimizer over what this rank updates of a model, of our kind or any of torch::optim's: its step brings the updated parts of all ranks together. Made by
+/// An optimizer over what this rank updates of a model, of our kind or of torch::optim's: its step brings the updated parts of all ranks together. Made by
 /// zero_optimizer.
 template <class Inner>
 class ZeroOptimizer {
@@ -126,7 +132,7 @@ class ZeroOptimizer {
 
 namespace detail {
 template <class Make>
-auto make_zero_optimizer(Synchronizers synchronizers, Make make) {
+auto make_zero_optimizer(Synchronizers synchronizers, Make make, ByElements by_elements) {
   std::vector<nn::NamedParameter> updated;
   for (auto* synchronizer : synchronizers) {  // of what is in several wrappers, the newest one's
     auto theirs = synchronizers.size() == 1 ? synchronizer->updated() : nn::owned_by(*synchronizer);
@@ -135,7 +141,7 @@ auto make_zero_optimizer(Synchronizers synchronizers, Make make) {
   const auto wrapped = [&](auto inner) {
     using Inner = typename decltype(inner)::element_type;
     add_owners(synchronizers, *inner);
-    if constexpr (std::is_base_of_v<torch::optim::Optimizer, Inner>) check_goes_by_elements(*inner, synchronizers);
+    if constexpr (std::is_base_of_v<torch::optim::Optimizer, Inner>) check_goes_by_elements(*inner, synchronizers, by_elements);
     return ZeroOptimizer<Inner>(std::move(synchronizers), std::move(inner));
   };
   if constexpr (std::is_invocable_v<Make, const std::vector<nn::NamedParameter>&>) {
@@ -158,23 +164,27 @@ Synchronizers synchronizers_of(const torch::nn::Module& model);
 ///   auto optimizer = zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::Adam>(parts, options); });
 ///   torch::optim::StepLR schedule(*optimizer, 10, 0.5);
 ///
-/// Where what it makes updates other wrappers' parts as well, those are brought together, too. All must outlive it. Throws ConfigError for an optimizer whose
-/// update of one element depends on others (LBFGS), where this rank has parts.
+/// Where what it makes updates other wrappers' parts as well, those are brought together, too. All must outlive it.
+///
+/// Where this rank has parts, a norm that the optimizer takes of a tensor (LAMB's trust ratio, LARS) would be that of a part, another on each rank: so throws
+/// ConfigError for LBFGS, and for a class of torch::optim's kind that is not known to go element by element, unless `by_elements` vouches for it:
+///
+///   auto optimizer = zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<SignDescent>(parts); }, ByElements::Vouched);
 template <class Make>
-auto zero_optimizer(GradientSynchronizer& synchronizer, Make make) {
-  return detail::make_zero_optimizer({&synchronizer}, std::move(make));
+auto zero_optimizer(GradientSynchronizer& synchronizer, Make make, ByElements by_elements = ByElements::Known) {
+  return detail::make_zero_optimizer({&synchronizer}, std::move(make), by_elements);
 }
 
 /// The same for whatever wraps `model`: one wrapper, or several that share it (by `only`, or of its submodules). Throws ConfigError where nobody wraps some of
 /// it.
 template <class Make>
-auto zero_optimizer(const torch::nn::Module& model, Make make) {
-  return detail::make_zero_optimizer(detail::synchronizers_of(model), std::move(make));
+auto zero_optimizer(const torch::nn::Module& model, Make make, ByElements by_elements = ByElements::Known) {
+  return detail::make_zero_optimizer(detail::synchronizers_of(model), std::move(make), by_elements);
 }
 
 template <class Contained, class Make>
-auto zero_optimizer(const torch::nn::ModuleHolder<Contained>& model, Make make) {
-  return zero_optimizer(static_cast<const torch::nn::Module&>(*model.ptr()), std::move(make));
+auto zero_optimizer(const torch::nn::ModuleHolder<Contained>& model, Make make, ByElements by_elements = ByElements::Known) {
+  return zero_optimizer(static_cast<const torch::nn::Module&>(*model.ptr()), std::move(make), by_elements);
 }
 
 }  // namespace tessera

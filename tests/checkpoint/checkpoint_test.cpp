@@ -64,6 +64,21 @@ TEST(Checkpoint, ARunGoesFromOneRankToTwoToThree) {
   expect_loads(folder / "step-00000003", Layout::Replicated, 1);
 }
 
+/// What is said once in a manifest would otherwise be rank 0's, and another rank's place in its data lost.
+TEST(Checkpoint, RefusesWhatRanksSayOtherwise) {
+  const TemporaryFolder folder;
+  for (const char* what : {"step", "progress", "agreement"}) {
+    comm::run_ranks(3, [&](comm::World& world) {
+      auto state = state_of(Layout::Rows, 3, world.rank(), what == std::string("step") && world.rank() == 2 ? 11 : 10);
+      if (what == std::string("progress")) state.progress["cursor"] = world.rank() == 2 ? 43 : 42;
+      if (what == std::string("agreement")) state.agreement["model.dim"] = world.rank() == 2 ? 9 : 8;
+      EXPECT_THAT([&] { save(folder.path(), state, world.group()); },
+                  ThrowsMessage<ConfigError>(HasSubstr("checkpoint: " + std::string(what) + " of rank 2 is another than rank 0's")));
+    });
+    EXPECT_TRUE(fs::is_empty(folder.path())) << "nothing stays";
+  }
+}
+
 TEST(Checkpoint, CarriesEverythingBesideTensors) {
   const TemporaryFolder folder;
   const Manifest manifest = read_manifest(save_with(Layout::Rows, 2, folder.path(), 123));
@@ -443,6 +458,12 @@ TEST(RunIdentity, KnowsItsLineFromThoseBesideIt) {
   EXPECT_TRUE(third.descends_from(first, 10));
   EXPECT_FALSE(first.descends_from(first, 10));
   EXPECT_EQ(run_identity_from(to_json(third)), third);
+  const auto launched = RunIdentity::fresh("one job").continued(10, "another");
+  EXPECT_EQ(launched.job, "another") << "of whoever wrote it";
+  EXPECT_EQ(run_identity_from(to_json(launched)), launched);
+  auto older = to_json(launched);
+  older.erase("job");
+  EXPECT_EQ(run_identity_from(older).job, "") << "older versions wrote none";
   EXPECT_TRUE(RunIdentity().holds(RunIdentity(), 5)) << "older versions wrote none";
 }
 

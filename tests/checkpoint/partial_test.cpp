@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
 
+#include "tessera/checkpoint/torch_optimizer.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/optim/adamw.h"
@@ -115,6 +116,46 @@ struct Staged {
   torch::nn::Module model{"Staged"};
   std::unique_ptr<optim::Optimizer> optimizer;
 };
+
+/// Of two parts of a net, one is trained by one optimizer and the other by the next, which has no past but what the checkpoint has of its parameters.
+TEST(PartialLoad, AnOptimizerOfOtherParametersTakesWhatThereIsOfItsOwn) {
+  const TemporaryFolder folder;
+  for (const std::string name : {"adamw", "sgd"}) {
+    const auto make = [&](const torch::nn::Module& model, const std::string& part) {
+      OptimConfig config;
+      config.name = name;
+      auto parameters = nn::unique_parameters(model);
+      std::erase_if(parameters, [&](const auto& parameter) { return !parameter.name.starts_with(part); });
+      return optim::make_optimizer(config, parameters);
+    };
+    const auto step = [](torch::nn::Module& model, optim::Optimizer& optimizer) {
+      for (auto& parameter : model.parameters()) parameter.mutable_grad() = at::ones_like(parameter).detach();
+      optimizer.step(0.1);
+    };
+    Staged saved(/*frozen=*/false);
+    const auto all = make(saved.model, "");
+    step(saved.model, *all);
+    const auto checkpoint = save(folder / name, 1, saved.model, *all, comm::Group::self());
+
+    Staged other(/*frozen=*/false);
+    const auto head = make(other.model, "head");
+    const at::Tensor before = other.model.parameters()[0].detach().clone();
+    EXPECT_THROW(load(checkpoint, other.model, *head), ConfigError);
+    EXPECT_TRUE(at::equal(other.model.parameters()[0], before)) << "refused before anything is touched";
+    load(checkpoint, other.model, *head, {.partial = {"body.**"}});
+    EXPECT_EQ(head->update_counts(), (std::map<std::string, int64_t>{{"head.bias", 1}, {"head.weight", 1}}));
+    step(saved.model, *all);
+    step(other.model, *head);
+    EXPECT_TRUE(at::equal(saved.model.named_parameters()["head.weight"], other.model.named_parameters()["head.weight"])) << name;
+
+    const auto of_head = save(folder / (name + " of the head"), 2, other.model, *head, comm::Group::self());
+    Staged more(/*frozen=*/false);
+    const auto both = make(more.model, "");
+    load(of_head, more.model, *both, {.partial = {"body.**"}});
+    EXPECT_EQ(both->update_counts().at("body.weight"), 0);
+    EXPECT_EQ(both->update_counts().at("head.weight"), 2);
+  }
+}
 
 TEST(FrozenState, ComesAndGoesWithCheckpoints) {
   for (const bool frozen_there : {true, false}) {

@@ -54,6 +54,21 @@ TEST_P(Collectives, SumsInEveryArithmeticDtype) {
   });
 }
 
+TEST_P(Collectives, TruthValuesAreOrAndAnd) {
+  const int n = size();
+  run([n](World& world) {
+    for (const auto& [op, all] : std::vector<std::pair<Op, bool>>{{Op::Sum, false}, {Op::Max, false}, {Op::Product, true}, {Op::Min, true}}) {
+      // Said by all, by one rank, by nobody.
+      at::Tensor said = at::zeros({3}, at::kBool);
+      said[0] = true;
+      said[1] = world.rank() == n - 1;
+      all_reduce(world.group(), said, op);
+      EXPECT_EQ(said.view(at::kByte).to(at::kLong).sum().item<int64_t>(), all && n > 1 ? 1 : 2) << to_string(op);
+      EXPECT_TRUE(at::equal(said, at::tensor({1, all && n > 1 ? 0 : 1, 0}, at::kLong).to(at::kBool))) << to_string(op);
+    }
+  });
+}
+
 TEST_P(Collectives, ReduceLeavesTheSumAtTheRoot) {
   const int n = size();
   run([n](World& world) {

@@ -100,5 +100,33 @@ TEST(ContextRecompute, RepeatsItsMessagesAndGivesTheSameBits) {
   }
 }
 
+/// Ranks may have as many columns under both cuts, so that no shape tells.
+TEST(ContextRecompute, RefusesAnotherCutThanTheForwardHad) {
+  const AttentionCase c{.length = 20, .heads = 6, .kv_heads = 3};
+  const Passes whole = on_one_device(c);
+  comm::run_ranks(2, [&](comm::World& world) {
+    const SequenceCut chosen = SequenceCut::head_tail(20, 2), rejected = SequenceCut::contiguous(20, 2);
+    std::vector<at::Tensor> own;
+    for (const at::Tensor& tensor : whole.in)
+      own.push_back(tensor.detach().index_select(1, chosen.positions(world.rank(), testing_support::test_device())).requires_grad_());
+    Attending model;
+    const auto context = context_parallel(model, world.group(), {}, "core");
+    const auto again = recompute(*model, {.modules = "core"});
+    for (const bool said_again : {true, false}) {
+      context->set_cut(chosen);
+      const at::Tensor first = model(own[0], own[1], own[2], std::optional<at::Tensor>());
+      context->set_cut(rejected);
+      const at::Tensor second = model(own[0], own[1], own[2], std::optional<at::Tensor>());
+      if (said_again) {
+        second.sum().backward();
+        context->set_cut(chosen);
+        EXPECT_NO_THROW(first.sum().backward());
+      } else {
+        EXPECT_THAT([&] { first.sum().backward(); }, testing::ThrowsMessage<ConfigError>(testing::HasSubstr("under another cut than set_cut said last")));
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace tessera

@@ -122,7 +122,12 @@ TEST(DdpPlainLoop, AGradientFromBeforeTheWrapperIsRefusedUntilItIsCleared) {
     const Batch mine = part_of(whole_batch(samples), 2, world.rank());
     backward(net, mine);
     const DistributedDataParallel ddp(net, world.group());
-    EXPECT_THAT(refusal([&] { backward(net, mine); }), HasSubstr("has a gradient from before it was wrapped, which has met no other rank's; call zero_grad()"));
+    for (int pass = 0; pass < 2; ++pass) {  // a loop that goes on after a refusal has cleared nothing
+      EXPECT_THAT(refusal([&] { backward(net, mine); }),
+                  HasSubstr("has a gradient from before it was wrapped, which has met no other rank's; call zero_grad()"));
+    }
+    net.zero_grad();
+    EXPECT_NO_THROW(backward(net, mine));
   });
   for (const bool to_none : {true, false}) {
     run_ranks(2, [&](World& world) {
@@ -693,7 +698,7 @@ TEST(TreePlainLoop, AGradientFromBeforeTheWrapperIsRefusedUntilItIsCleared) {
     const Batch mine = part_of(whole_batch(samples), 2, world.rank());
     backward(net, mine);
     const TreeReduction tree(net, world.group(), {.num_micro_batches = 2});
-    EXPECT_THAT(refusal([&] { backward(net, mine); }), HasSubstr("has a gradient from before it was wrapped"));
+    for (int pass = 0; pass < 2; ++pass) EXPECT_THAT(refusal([&] { backward(net, mine); }), HasSubstr("has a gradient from before it was wrapped"));
   });
 }
 

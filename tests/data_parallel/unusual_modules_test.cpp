@@ -110,6 +110,30 @@ TEST(Ddp, FindUnusedGivesZerosFromRanksWithoutAGradient) {
   });
 }
 
+/// A graph's adjacency, as convolutions over graphs keep it. On the CPU, which knows its layout.
+struct WithGraph : torch::nn::Module {
+  WithGraph() {
+    net = register_module("net", std::make_shared<Net>());
+    graph = register_module("graph", std::make_shared<torch::nn::Module>("graph"));
+    graph->register_buffer("adjacency", at::eye(4, at::TensorOptions(at::kCPU)).to_sparse());
+  }
+  std::shared_ptr<Net> net;
+  std::shared_ptr<torch::nn::Module> graph;
+};
+
+TEST(Ddp, ASparseBufferIsRefusedByNameWhereItWouldBeBroadcast) {
+  Net reference;
+  backward(reference, whole_batch(samples));
+  run_ranks(2, [&](World& world) {
+    WithGraph model;
+    EXPECT_THAT(refusal([&] { DistributedDataParallel(model, world.group()); }),
+                AllOf(HasSubstr("buffer 'graph.adjacency' is of layout Sparse"), HasSubstr("buffers = BufferBroadcast::Never")));
+    DistributedDataParallel ddp(model, world.group(), {.buffers = BufferBroadcast::Never});
+    backward(*model.net, part_of(whole_batch(samples), 2, world.rank()));
+    EXPECT_LT(largest_difference(gradients_of(*model.net), gradients_of(reference)), parity);
+  });
+}
+
 TEST(Ddp, ALoopOfLibtorchsIsToldOnceOfTensorsThatItsOptimizersUpdateTwice) {
   ::testing::internal::CaptureStderr();
   run_ranks(2, [&](World& world) {
@@ -354,6 +378,30 @@ TEST(Ddp, ReduceDtypeOutlivesTheWrapperBefore) {
   mixed.zero_grad();
   backward_of(1);
   EXPECT_EQ(mixed.half.grad().scalar_type(), at::kBFloat16);
+}
+
+/// Whoever of two goes first: it is the wrapper that holds the model which says in what type gradients are added up.
+TEST(Ddp, ReduceDtypeIsThatOfTheWrapperThatHolds) {
+  Mixed mixed;
+  const auto type_of_gradient = [&] {
+    mixed.zero_grad();
+    mixed.forward(at::ones({4})).backward();
+    return mixed.half.grad().scalar_type();
+  };
+  run_ranks(1, [&](World& world) {
+    const auto wrap = [&](std::optional<at::ScalarType> dtype) {
+      return std::make_unique<DistributedDataParallel>(mixed, world.group(), DdpOptions{.reduce_dtype = dtype});
+    };
+    auto older = wrap(at::kFloat);
+    {
+      const auto newer = wrap(at::kFloat);
+      EXPECT_EQ(type_of_gradient(), at::kFloat);
+    }
+    EXPECT_EQ(type_of_gradient(), at::kFloat) << "the older one holds again";
+    older = wrap(std::nullopt);
+    EXPECT_EQ(type_of_gradient(), at::kBFloat16) << "which has no type of its own";
+  });
+  EXPECT_EQ(type_of_gradient(), at::kBFloat16);
 }
 
 TEST(Ddp, KeepsTheStridesOfItsParameters) {

@@ -300,6 +300,37 @@ TEST_P(Foreign, AGradientPenalty) {
   }
 }
 
+/// A gradient that is asked for has a history of its own, an embedding's too: it is not added up in a step's place.
+struct Steep : torch::nn::Module {
+  Steep() : words(7, 4), out(4, 7) {
+    register_module("words", words);
+    register_module("out", out);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& ids) {
+    const at::Tensor first = out->forward(words->forward(ids).tanh()).square().sum();
+    const auto slopes = torch::autograd::grad({first}, {words->weight, out->weight}, {}, /*retain_graph=*/true, /*create_graph=*/true);
+    return first + slopes[0].square().sum() + slopes[1].square().sum();
+  }
+  nn::Embedding words;
+  torch::nn::Linear out;
+};
+
+TEST_P(Foreign, DerivativesByWeightsHaveDerivativesThemselves) {
+  const int ranks = GetParam();
+  const at::Tensor ids = random_tensor({kRows}, "ids").mul(50).abs().to(at::kLong).remainder(7);
+  Steep whole;
+  whole.forward(ids).backward();
+  Gradients expected = named_gradients(whole);
+  for (auto& [name, gradient] : expected) gradient.mul_(ranks);  // each rank has all rows
+  run_ranks(ranks, [&](World& world) {
+    Steep net;
+    const auto sharded = fully_shard(net, world.group(), {.param_dtype = at::kFloat});
+    net.forward(ids).backward();
+    EXPECT_LT(slice_difference(net, expected), 20 * parity);
+  });
+}
+
 /// Statistics of rank 0's batches are every rank's, so that evaluation is the same everywhere.
 struct Normalized : torch::nn::Module {
   Normalized() : first(5, 6), norm(6), last(6, 3) {

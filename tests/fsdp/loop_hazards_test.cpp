@@ -142,7 +142,65 @@ TEST(FullyShardLoop, OneRanksFileIsNotEverybodysSlices) {
     std::stringstream of_first(std::string(bytes.data_ptr<uint8_t>(), bytes.data_ptr<uint8_t>() + bytes.numel()));
     torch::load(net, of_first);
     EXPECT_THAT(refusal([&] { net->forward(at::ones({1, 3})); }), HasSubstr("was given the same rows on every rank"));
+    std::stringstream again(std::string(bytes.data_ptr<uint8_t>(), bytes.data_ptr<uint8_t>() + bytes.numel()));
+    torch::load(net, again);
+    EXPECT_THAT(refusal([&] { unshard(*net); }), HasSubstr("was given the same rows on every rank")) << "nor an export";
   });
+}
+
+/// What the refusal says helps: until it is done, it is refused again.
+TEST(FullyShardLoop, AfterOneRanksSlicesTheWholeIsTakenIn) {
+  for (const auto trigger : kBoth) {
+    run_ranks(2, [&](World& world) {
+      nn::Linear layer(nn::LinearOptions(3, 4).bias(false));
+      fill_parameters(*layer);
+      auto sharded = fully_shard(layer, world.group(), {.trigger = trigger});
+      const at::Tensor of_first = layer->weight.detach().clone();
+      comm::broadcast(world.group(), of_first, 0);
+      layer->weight.set_data(of_first.clone());
+      const at::Tensor x = random_tensor({2, 3}, "x");
+      for (int pass = 0; pass < 2; ++pass) EXPECT_THAT(refusal([&] { layer(x); }), HasSubstr("was given the same rows on every rank"));
+      const at::Tensor whole = at::cat({of_first, of_first});  // such a whole may be meant
+      layer->weight.set_data(whole.clone());
+      EXPECT_LT((layer(x).detach() - at::matmul(x, whole.t())).abs().max().item<double>(), parity);
+      unshard(*layer);
+      EXPECT_TRUE(at::equal(layer->weight.detach(), whole));
+    });
+  }
+}
+
+/// Parameters are slices again behind it, for whoever steps, saves or loads what is right.
+TEST(FullyShardLoop, ARefusalWhereAForwardBeginsEndsIt) {
+  DeepNet whole;
+  auto reference = momentum(*whole);
+  train(whole, reference, whole_batch(samples));
+  const Gradients expected = named_values(*whole);
+  for (const bool training : {false, true}) {
+    run_ranks(2, [&](World& world) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
+      auto optimizer = momentum(*net);
+      const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+      const at::Tensor bias = net->last->bias, right = bias.detach().clone();  // of the last unit
+      const auto expect_slices = [&](const std::string& but) {
+        for (const auto& [name, tensor, aliases] : nn::unique_parameters(*net)) {
+          if (name != but) EXPECT_EQ(tensor.sizes(), at::IntArrayRef(nn::slice_of(tensor).local_shape())) << name << (training ? ", training" : "");
+        }
+      };
+      const auto evaluate = [&] {
+        const at::NoGradGuard no_grad;
+        net(mine.x);
+      };
+      bias.set_data(at::zeros({17}));
+      EXPECT_THAT(refusal([&] { training ? backward_of(net, mine) : evaluate(); }), HasSubstr("'last.bias' was given"));
+      expect_slices("last.bias");
+      bias.set_data(right);
+      evaluate();
+      expect_slices("");
+      train(net, optimizer, mine);
+      EXPECT_LT(slice_difference(*net, expected, /*values=*/true), 10 * parity);
+    });
+  }
 }
 
 TEST(FullyShardLoop, WhatIsNeitherTheWholeNorTheSliceIsRefusedByName) {

@@ -7,6 +7,7 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include "tessera/core/error.h"
 #include "tessera/memory/filed_tensor.h"
 
 namespace tessera::testing_support {
@@ -23,6 +24,7 @@ struct MemoryFile final : TensorFile {
     }
     void await_copy() override {
       if (!coming.defined()) return;
+      if (++file.awaited == file.fails_at) throw Error("a file that cannot be read");
       coming.copy_(memory);  // as late as may be: whoever reads it before finds something else
       coming.reset();
       --file.coming;
@@ -39,7 +41,8 @@ struct MemoryFile final : TensorFile {
     return std::make_unique<Tensor>(*this, at::from_blob(bytes->data(), {size}, [bytes](void*) {}, at::device(at::kCPU).dtype(dtype)));
   }
 
-  int begun = 0, coming = 0, most_coming = 0, let_go = 0;
+  int begun = 0, coming = 0, most_coming = 0, let_go = 0, awaited = 0;
+  int fails_at = 0;  ///< which of the copies that are awaited does not come, once; 0: none
   int64_t elements = 0;
 };
 

@@ -260,6 +260,58 @@ TEST(FullyShard, OffloadToDiskReadsAheadAndLeavesTheHostTheUnitsInUse) {
   }
 }
 
+/// A frozen and a trained weight, which of one unit are gathered apart.
+struct HalfFrozenImpl : nn::Module {
+  HalfFrozenImpl() {
+    trained = register_parameter("trained", at::ones({64, 64}));
+    frozen = register_parameter("frozen", at::ones({64, 64}), /*requires_grad=*/false);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::matmul(at::matmul(x, trained), frozen); }
+  at::Tensor trained, frozen;
+};
+TESSERA_MODULE(HalfFrozen);
+
+struct TwoHalvesImpl : nn::Module {
+  TwoHalvesImpl() {
+    register_module("half0", half0);
+    register_module("half1", half1);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return half1(half0(x)); }
+  HalfFrozen half0, half1;
+};
+TESSERA_MODULE(TwoHalves);
+
+/// Where the second weight of a unit cannot be brought, when it is used or ahead of that, the first is given up with it: nobody takes the unit for gathered,
+/// and who tries once more gathers it anew.
+TEST(FullyShard, AUnitThatCannotBeGatheredAsAWholeIsGivenUp) {
+  TwoHalves whole;
+  const at::Tensor expected = whole(random_tensor({2, 64}, "x")).detach().cpu();
+  for (const int64_t ahead : {0, 1}) {
+    run_ranks(2, [&](World& world) {
+      const auto file = std::make_shared<MemoryFile>();
+      TwoHalves net;
+      auto sharded = fully_shard(net, world.group(),
+                                 {.wrap = "half*", .prefetch = {.units = ahead}, .reshard_after_forward = false, .offload = Offload::Disk, .file = file});
+      ASSERT_EQ(sharded->units().size(), 2u);
+      const auto step = [&] {
+        const at::Tensor out = net(random_tensor({2, 64}, "x"));
+        out.sum().backward();
+        return out.detach().cpu();
+      };
+      step();
+      {
+        const at::NoGradGuard no_grad;  // memory that comes back undefined would have the values of before
+        for (at::Tensor parameter : net->parameters()) parameter.mul_(2);
+      }
+      file->fails_at = file->awaited + 4;  // two weights each of two units
+      EXPECT_THROW(step(), Error);
+      EXPECT_LT((step() - 16 * expected).abs().max().item<double>(), 16 * parity * expected.abs().max().item<double>());
+    });
+  }
+}
+
 TEST(FullyShard, AUnitWaitsAtOnePlace) {
   DeepNet net;
   const auto apart = [](const nn::NamedParameter& parameter) { return parameter.name.ends_with("bias") ? Offload::Host : Offload::None; };

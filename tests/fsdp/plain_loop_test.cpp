@@ -246,6 +246,30 @@ TEST_P(PlainLoop, WhatNoPassOfAStepUsesIsRefused) {
   }
 }
 
+/// Nobody waits for them, and an optimizer would decay what has a gradient of zeros. Types and places that one rank has by itself change nothing of that.
+TEST(FullyShardLoop, OneRankMissesNoGradient) {
+  for (const bool driven : {false, true}) {
+    for (const auto trigger : kBoth) {
+      for (const auto& options : {FullyShardOptions{.wrap = "block*", .trigger = trigger, .offload = Offload::Host},
+                                  FullyShardOptions{.wrap = "block*", .param_dtype = at::kDouble, .trigger = trigger}}) {
+        run_ranks(1, [&](World& world) {
+          DeepNet net;
+          net->skipped = &net->blocks[1];
+          const auto sharded = fully_shard(net, world.group(), options);
+          ASSERT_FALSE(sharded->units().empty()) << "it does what several ranks do";
+          const Batch batch = whole_batch(samples);
+          if (driven) sharded->begin_step();
+          EXPECT_NO_THROW(backward_of(net, {batch.x.to(options.param_dtype.value_or(at::kFloat)), batch.y}));
+          if (driven) EXPECT_NO_THROW(sharded->finish());
+          for (const auto& [name, tensor, aliases] : nn::unique_parameters(*net)) {
+            EXPECT_EQ(tensor.grad().defined(), tensor.requires_grad() && !name.starts_with("block1.")) << name;
+          }
+        });
+      }
+    }
+  }
+}
+
 TEST_P(PlainLoop, WhatWasHeldIsClearedByZeroGrad) {
   for (const auto trigger : kBoth) {
     for (const bool to_none : {true, false}) {

@@ -7,6 +7,7 @@
 
 #include "support.h"
 #include "tessera/comm/backends/record.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
 #include "tessera/kernels/choice.h"
@@ -127,6 +128,9 @@ TEST_P(VocabularyHead, PlainOperatorsMeetAsTheFusedOneDoes) {
           const at::Tensor loss = net->head->loss_sum(h, batch.labels);
           (loss * 3).backward();
           EXPECT_NEAR(loss.item<double>(), want.loss, bound * want.loss);
+          const at::Tensor own = loss.detach().reshape({1}), all = at::empty({world.size()}, own.options());
+          comm::all_gather(world.group(), all, own);
+          EXPECT_TRUE(all.eq(all[0]).all().item<bool>()) << "to the last bit: a checkpoint replays the loss on every rank";
           EXPECT_LE(largest(h.grad() - 3 * want.d_hidden), 3 * bound * largest(want.d_hidden));
           EXPECT_LE(largest(net->head->weight.grad() - 3 * take(want.d_weight, nn::slice_of(net->head->weight))), 3 * bound * largest(want.d_weight));
         });

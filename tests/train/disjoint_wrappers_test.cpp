@@ -319,21 +319,22 @@ TEST(DisjointWrappers, ExpertsAndTheRestAreTwoSets) {
     EXPECT_GT(norms.back(), 1.2 * max_norm) << "nothing is clipped";
     reference->step();
   }
-  for (const std::string technique : {"ddp", "zero1", "zero2", "fsdp"}) {
-    SCOPED_TRACE(technique);
+  for (const auto& [technique, average] : std::vector<std::pair<std::string, bool>>{
+           {"ddp", false}, {"zero1", false}, {"zero2", false}, {"fsdp", false}, {"ddp", true}, {"zero2", true}, {"fsdp", true}}) {
+    SCOPED_TRACE(technique + (average ? " of means" : ""));
     SliceCollector trained;
-    run_ranks(4, [&](World& world) {
+    run_ranks(4, [&, &technique = technique, &average = average](World& world) {
       const Mesh mesh(world, {{"dp_shard", 4}}), experts = mesh.regrouped({"dp_shard"}, {{"edp", 2}, {"ep", 2}});
       MixtureFeedForward mixture = make();
       const auto dealt = expert_parallel(*mixture, experts["ep"]);
       if (technique != "fsdp") draw(mixture);
-      const auto dense = wrap_by(technique, *mixture, {.shard = mesh["dp_shard"]}, {.only = experts_of(*mixture, false)});
-      const auto sparse = wrap_by(technique, *mixture, {.shard = experts["edp"]}, {.only = experts_of(*mixture, true)});
+      const auto dense = wrap_by(technique, *mixture, {.shard = mesh["dp_shard"]}, {.only = experts_of(*mixture, false), .average = average});
+      const auto sparse = wrap_by(technique, *mixture, {.shard = experts["edp"]}, {.only = experts_of(*mixture, true), .average = average});
       if (technique == "fsdp") draw(mixture);
       auto optimizer = zero_optimizer(*mixture, sgd_of_set);
       for (int step = 0; step < 3; ++step) {
         optimizer.zero_grad();
-        loss(mixture, 4, world.rank()).backward();
+        (loss(mixture, 4, world.rank()) * (average ? 4 : 1)).backward();
         EXPECT_NEAR(clip_grad_norm(mixture, max_norm).item<double>(), norms[static_cast<size_t>(step)], 1e-5 * norms[static_cast<size_t>(step)]);
         optimizer.step();
       }
@@ -343,6 +344,24 @@ TEST(DisjointWrappers, ExpertsAndTheRestAreTwoSets) {
     for (const auto& parameter : nn::unique_parameters(*whole)) {
       EXPECT_LT(largest_difference({values.at(parameter.name)}, {parameter.tensor.detach()}), 10 * parity) << parameter.name;
     }
+  }
+}
+
+/// Experts that lie on every rank once have gradients of all ranks' losses, and no wrapper that would divide them.
+TEST(DisjointWrappers, MeansOfExpertsThatNobodyDividesAreRefused) {
+  const ModelConfig config{.family = "mixtral", .dim = 12, .layers = 1, .heads = 2, .ffn_dim = 7, .experts = 6, .experts_per_token = 2};
+  for (const std::string technique : {"ddp", "zero2", "fsdp"}) {
+    run_ranks(2, [&](World& world) {
+      MixtureFeedForward mixture(config);
+      nn::assign_paths(*mixture);
+      const auto dealt = expert_parallel(*mixture, world.group());
+      for (const bool experts : {false, true}) {
+        const auto group = experts ? comm::Group::self() : world.group();
+        EXPECT_THAT(refusal([&] { (void)wrap_by(technique, *mixture, {.shard = group}, {.only = experts_of(*mixture, experts), .average = true}); }),
+                    ::testing::HasSubstr("leave average false, and divide the loss"))
+            << technique;
+      }
+    });
   }
 }
 

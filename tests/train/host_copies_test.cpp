@@ -263,5 +263,30 @@ TEST(HostCopies, AnUpdateWhoseGradientsWereClearedComesBack) {
   });
 }
 
+/// Each optimizer brings its own update back, also behind another's.
+TEST(HostCopies, TwoOptimizersUpdateEachItsOwn) {
+  run_ranks(2, [](World& world) {
+    Net net;
+    Streamed streamed(net, world, /*zero=*/true);
+    const auto sgd_of = [](bool last) {
+      return [last](const std::vector<nn::NamedParameter>& all) {
+        std::vector<at::Tensor> own;
+        for (const auto& parameter : all) {
+          if (parameter.name.starts_with("last") == last) own.push_back(parameter.tensor);
+        }
+        return std::make_unique<torch::optim::SGD>(own, torch::optim::SGDOptions(0.1));
+      };
+    };
+    auto body = zero_optimizer(*streamed.host, sgd_of(false)), head = zero_optimizer(*streamed.host, sgd_of(true));
+    const at::Tensor first = net.first->weight.detach().clone(), last = net.last->weight.detach().clone();
+    streamed.step(net, world, 0);
+    body.step();
+    EXPECT_FALSE(at::equal(net.first->weight, first));
+    EXPECT_TRUE(at::equal(net.last->weight, last));
+    head.step();
+    EXPECT_FALSE(at::equal(net.last->weight, last)) << "not a step later";
+  });
+}
+
 }  // namespace
 }  // namespace tessera

@@ -294,6 +294,28 @@ TEST(LibraryModels, RanksOfEveryWrapperDropApartThoughTheyAreSeededAlike) {
   }
 }
 
+/// A wrapper over fewer ranks, as tensor parallelism beside it has them, has the word when the one before has gone, if that went after it came.
+TEST(LibraryModels, RanksOfTheNextLayoutDropAlikeWhereTheyShareSamples) {
+  for (const std::string before : {"ddp", "unsharded"}) {
+    std::mutex one_at_a_time;
+    std::vector<at::Tensor> dropped(4);
+    run_ranks(4, [&](World& world) {
+      const Mesh mesh(world, {{"dp", 2}, {"tp", 2}});
+      Dropping model;
+      std::unique_ptr<GradientSynchronizer> wrapped;
+      if (before == "ddp") wrapped = std::make_unique<DistributedDataParallel>(model, world.group());
+      const auto sharded = before == "unsharded" ? fully_shard(model, world.group()) : nullptr;
+      if (sharded) unshard(model);
+      wrapped = std::make_unique<DistributedDataParallel>(model, mesh["dp"]);
+      const std::lock_guard lock(one_at_a_time);
+      torch::manual_seed(3);
+      dropped[static_cast<size_t>(world.rank())] = model.dropout(at::ones({4, 32}));
+    });
+    EXPECT_TRUE(at::equal(dropped[0], dropped[1]) && at::equal(dropped[2], dropped[3])) << before;
+    EXPECT_FALSE(at::equal(dropped[0], dropped[2])) << before;
+  }
+}
+
 /// Values that a program puts in the place of slices are slices, for who saves and clips before the next forward, too.
 TEST(LibraryModels, WhatWasPutInThePlaceOfSlicesIsSavedAndClipped) {
   const checkpoint::TemporaryFolder folder;

@@ -103,7 +103,9 @@ class RandomPipelines : public TrainFixture {
       EXPECT_LT(difference(got.gradients, want.gradients), kGradients);
       for (size_t step = 0; step < want.steps.size(); ++step) {
         EXPECT_NEAR(got.steps[step].loss, want.steps[step].loss, kLosses * want.steps[step].loss) << "step " << step;
-        EXPECT_NEAR(got.steps[step].grad_norm, want.steps[step].grad_norm, 2e-5 * want.steps[step].grad_norm) << "step " << step;
+        // Behind an update a weight's last bit of fp32 decides which neighbour it is in bf16.
+        const double bound = step > 0 && many.precision.compute == "bf16" ? 1e-3 : 2e-5;
+        EXPECT_NEAR(got.steps[step].grad_norm, want.steps[step].grad_norm, bound * want.steps[step].grad_norm) << "step " << step;
       }
     } catch (const std::exception& error) {
       ADD_FAILURE() << error.what();

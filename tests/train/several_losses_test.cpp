@@ -9,8 +9,10 @@
 #include <torch/optim/sgd.h>
 
 #include "tessera/comm/testing.h"
+#include "tessera/fsdp/fully_shard.h"
 #include "tessera/lora/lora.h"
 #include "tessera/nn/linear.h"
+#include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/nn/collect.h"
 #include "tests/refusal.h"
@@ -89,6 +91,27 @@ TEST_P(SeveralLosses, AdaptersComeBeforeTheWrapper) {
       EXPECT_THAT(refusal([&] { (void)lora::attach(net, {.modules = {"up"}, .rank = 1}); }), HasSubstr("LoRA of 'up': the model is wrapped already"));
     });
   }
+}
+
+/// Whole again, a model is as good as one that was never sharded.
+TEST(AdaptersBehind, UnshardAreAttached) {
+  comm::run_ranks(2, [&](comm::World& world) {
+    Narrow net;
+    const auto sharded = fully_shard(net, world.group());
+    unshard(net);
+    const auto adapted = lora::attach(net, {.modules = {"up"}, .rank = 1});
+    net.up->forward(at::ones({1, 3})).sum().backward();
+    EXPECT_TRUE(net.up->named_parameters()["lora_b"].grad().defined());
+  });
+}
+
+/// Of whose gradient each rank has the term of its positions, adapters would have terms that nobody knows.
+TEST(AdaptersBehind, ACutSequenceAreRefused) {
+  comm::run_ranks(2, [&](comm::World& world) {
+    Narrow net;
+    const auto parallel = parallelize_module(net, world.group(), {{"up", SequenceParallel{}}});
+    EXPECT_THAT(refusal([&] { (void)lora::attach(net, {.modules = {"up"}, .rank = 1}); }), HasSubstr("or ranks have terms of its gradient"));
+  });
 }
 
 }  // namespace

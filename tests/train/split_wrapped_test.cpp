@@ -16,11 +16,13 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/meta.h"
+#include "tessera/nn/sync_batch_norm.h"
 #include "tessera/pipeline/executor.h"
 #include "tessera/pipeline/schedules/generators.h"
 #include "tessera/pipeline/split/clip_grad_norm.h"
 #include "tessera/pipeline/split/split.h"
 #include "tessera/pipeline/split/traced_stage.h"
+#include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/zero/sharded_data_parallel.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/refusal.h"
@@ -194,6 +196,83 @@ TEST(SplitWrapped, StagesOfNothingButLinearLayersInTwoHalves) {
         }
       },
       {.timeout = std::chrono::seconds(30)});
+}
+
+struct TwoBlocksImpl : nn::Module {
+  TwoBlocksImpl() {
+    register_module("up0", up0);
+    register_module("down0", down0);
+    register_module("up1", up1);
+    register_module("down1", down1);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = down0(torch::tanh(up0(x))) + x;
+    return down1(torch::tanh(up1(h))) + h;
+  }
+  nn::Linear up0{4, 6}, down0{6, 4}, up1{4, 5}, down1{5, 4};
+};
+TESSERA_MODULE(TwoBlocks);
+
+/// Stages whose layers are cut over ranks of their own: the passes that are recorded on meta go through collectives.
+TEST(SplitWrapped, StagesOfLayersThatAreCut) {
+  const auto expected = split_on_one_process<TwoBlocks>().first;
+  for (const bool cut_first : {true, false}) {
+    for (const bool wrapped : {false, true}) {
+      const int data_ranks = wrapped ? kDataRanks : 1;
+      comm::run_ranks(4 * data_ranks,
+                      [&](comm::World& world) {
+                        const Mesh mesh(world, {{"dp", data_ranks}, {"pp", 2}, {"tp", 2}});
+                        const auto data = mesh["dp"], pipe = mesh["pp"], tensor = mesh["tp"];
+                        const int micro_batches = kOfEachRank * kDataRanks / data_ranks;
+                        const auto number = [&](int micro_batch) { return micro_batch * data_ranks + data.rank(); };
+                        auto model = on_meta([] { return TwoBlocks(); });
+                        const auto cut = [&] {
+                          return parallelize_module(model, tensor,
+                                                    {{"up0", ColumnParallel{}}, {"down0", RowParallel{}}, {"up1", ColumnParallel{}}, {"down1", RowParallel{}}});
+                        };
+                        std::shared_ptr<TensorParallel> parallel;
+                        if (cut_first) parallel = cut();
+                        const auto split = pipeline::split(model, {sample(0)}, {{"up1", SplitPoint::Beginning}});
+                        if (!cut_first) parallel = cut();
+                        const auto own = split.module(pipe.rank());
+                        materialize(*own, 5, testing_support::test_device());
+                        std::unique_ptr<GradientSynchronizer> wrapper;
+                        if (wrapped) wrapper = std::make_unique<DistributedDataParallel>(*own, data, DdpOptions{});
+                        const auto optimizer = make_sgd(own->parameters());
+                        pipeline::TracedStage stage(
+                            split, pipe.rank(), [&](int i) { return std::vector<at::Tensor>{sample(number(i))}; },
+                            [&](int i, const std::vector<at::Tensor>& outputs) { return loss_of_sample(outputs[0], number(i)); });
+                        const auto plan = schedules::one_f_one_b(2, micro_batches);
+                        pipeline::Executor executor(plan, split.crossings(), {{pipe.rank(), &stage}}, {.ranks = pipe});
+                        if (!cut_first) {  // the first stage looks before anything is sent
+                          if (pipe.rank() == 0)
+                            EXPECT_THAT(refusal([&] { executor.run(); }), HasSubstr("by parallelize_module after pipeline::split had recorded"));
+                          return;
+                        }
+                        for (int step = 0; step < kSteps; ++step) {
+                          optimizer->zero_grad();
+                          executor.run();
+                          pipeline::clip_grad_norm(split, plan, pipe, kMaxNorm);
+                          optimizer->step();
+                        }
+                        for (const auto& item : own->named_parameters()) {
+                          const at::Tensor want = take(expected.at(item.key()), nn::slice_of(item.value()));
+                          EXPECT_LT((item.value() - want).abs().max().item<double>(), 1e-5) << item.key() << (wrapped ? " wrapped" : "");
+                        }
+                      },
+                      {.timeout = std::chrono::seconds(30)});
+    }
+  }
+}
+
+/// Statistics of all ranks, of a pass that only one of them records at a time.
+TEST(SplitWrapped, SynchronizedNormsAreRecorded) {
+  comm::run_ranks(2, [](comm::World& world) {
+    auto net = on_meta([] { return torch::nn::Sequential(torch::nn::Linear(4, 4), nn::SyncBatchNorm(4), torch::nn::Linear(4, 3)); });
+    EXPECT_EQ(nn::synchronize_batch_norms(*net, world.group()), 1);
+    if (world.rank() == 1) return;
+    EXPECT_EQ(pipeline::split(net, {sample(0)}, {{"2", SplitPoint::Beginning}}).stages(), 2);
+  });
 }
 
 /// Over slices nothing can be recorded: a pass of another kind was recorded before, or is refused alike on every rank.

@@ -381,6 +381,34 @@ struct WithHead : torch::nn::Module {
   torch::nn::Linear body{5, 4}, head;
 };
 
+/// State that an option alone makes is not there where the option was off: libtorch would meet an undefined tensor at the next update.
+TEST(TorchOptimizerCheckpoints, RefuseOptionsThatWantStateThatWasNotSaved) {
+  const checkpoint::TemporaryFolder folder;
+  const auto rmsprop = [](const std::vector<at::Tensor>& p, double momentum, bool centered) {
+    return std::make_unique<torch::optim::RMSprop>(p, torch::optim::RMSpropOptions(0.01).momentum(momentum).centered(centered));
+  };
+  const auto adam = [](const std::vector<at::Tensor>& p, bool amsgrad) {
+    return std::make_unique<torch::optim::Adam>(p, torch::optim::AdamOptions(0.01).amsgrad(amsgrad));
+  };
+  run_ranks(1, [&](World& world) {
+    WithHead net(3);
+    const auto p = net.parameters();
+    const auto expect_refused = [&](const TorchOptimizer& before, const TorchOptimizer& after, const std::string& option, const std::string& state) {
+      net.update(*before, 0);
+      const auto saved = checkpoint::save(folder / option, 1, net, *before, world.group());
+      EXPECT_THAT([&] { checkpoint::load(saved, net, *after); },
+                  ::testing::ThrowsMessage<ConfigError>(HasSubstr("was saved without " + option + ", and has no " + state + " for '")));
+      EXPECT_NO_THROW(checkpoint::load(saved, net, *before));
+    };
+    expect_refused(adam(p, false), adam(p, true), "amsgrad", "max_exp_avg_sq");
+    expect_refused(rmsprop(p, 0, false), rmsprop(p, 0.9, false), "momentum", "momentum_buffer");
+    expect_refused(rmsprop(p, 0, false), rmsprop(p, 0, true), "centered", "grad_avg");
+    const auto with = adam(p, true), without = adam(p, false);
+    net.update(*with, 0);
+    EXPECT_NO_THROW(checkpoint::load(checkpoint::save(folder / "more", 1, net, *with, world.group()), net, *without)) << "more than is needed";
+  });
+}
+
 TEST(TorchOptimizerCheckpoints, WhatPartialLeavesHasNoPastUpdates) {
   const checkpoint::TemporaryFolder folder;
   for (const std::string kind : {"adam", "adagrad", "rmsprop"}) {

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <iostream>
+#include <regex>
 
 #include "tessera/core/error.h"
 #include "tests/dice.h"
@@ -49,6 +50,19 @@ class RandomLayouts : public testing_support::VerifyFixture {
     }
   }
 
+  /// The bound of gradients that cross in fewer bits is of their sum. Ranks' terms that cancel are larger than it, and round by more: by a few bounds, in that
+  /// alone, and not where they cross in fp32.
+  std::string fault_beyond_cancelling(const RandomLayout& layout, std::string fault) const {
+    static const std::regex far(R"(\n  gradients +([0-9.e+-]+) +([0-9.e+-]+)  FAR)");
+    std::smatch found;
+    RandomLayout wide = layout;
+    std::erase_if(wide.sets, [](const std::string& set) { return set.starts_with("precision.reduce=") || set.starts_with("comm.compression="); });
+    const bool alone = wide.sets.size() < layout.sets.size() && std::regex_search(fault, found, far) && fault.find("FAR") == fault.rfind("FAR");
+    constexpr double kFew = 4;
+    if (!alone || std::stod(found[1]) > kFew * std::stod(found[2])) return fault;
+    return fault_of(wide).value_or("refused").empty() ? "" : fault;
+  }
+
   /// Beyond what rounding explains of one module. What is zero in exact arithmetic is rounding alone: gradients of queries and keys where each has one partner.
   /// And as the small difference of large numbers, where it has two, they are off by more than rounding of their size.
   static bool parts(const std::optional<Parting>& first) {
@@ -78,8 +92,9 @@ class RandomLayouts : public testing_support::VerifyFixture {
     uint64_t ran = 0;
     for (uint64_t seed = begin; seed < end; ++seed) {
       const RandomLayout layout = draw(seed);
-      const auto fault = fault_of(layout);
+      auto fault = fault_of(layout);
       if (!fault) continue;
+      fault = fault_beyond_cancelling(layout, std::move(*fault));
       ++ran;
       if (fault->empty()) continue;
       const RandomLayout least = shrink ? smallest(layout, *fault) : layout;

@@ -729,6 +729,63 @@ TEST(ZeroPlainLoop, AnOptimizerOfWholeVectorsIsRefusedByName) {
   }
 }
 
+/// A program's own class, of which nobody knows what its step takes of a tensor.
+class OwnDescent : public Torch {
+ public:
+  explicit OwnDescent(const std::vector<at::Tensor>& parts) : Torch(parts, std::make_unique<torch::optim::SGDOptions>(0.05)) {}
+  at::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    const at::NoGradGuard no_grad;
+    for (const auto& group : param_groups()) {
+      for (at::Tensor part : group.params()) {
+        if (part.grad().defined()) part.sub_(part.grad(), 0.05);
+      }
+    }
+    return {};
+  }
+};
+
+/// Nor of what is derived from a class that goes by elements.
+class OwnSgd : public torch::optim::SGD {
+ public:
+  explicit OwnSgd(const std::vector<at::Tensor>& parts) : SGD(parts, torch::optim::SGDOptions(0.05)) {}
+};
+
+/// Layer-wise rates (LAMB, LARS) are norms of whole tensors, of which a rank has parts; parts are brought together, so replicas would agree on what is wrong.
+TEST(ZeroPlainLoop, AnOptimizerOfAnUnknownClassIsRefusedUnlessTheProgramVouches) {
+  const auto own = [](const std::vector<at::Tensor>& parts) { return std::make_unique<OwnDescent>(parts); };
+  const auto train = [](Net& net, auto& optimizer, int ranks, int rank) {
+    for (int step = 0; step < 2; ++step) {
+      optimizer.zero_grad();
+      backward(net, part_of(whole_batch(samples, step), ranks, rank));
+      optimizer.step();
+    }
+  };
+  Net reference;
+  torch::optim::SGD alone(reference.parameters(), torch::optim::SGDOptions(0.05));
+  train(reference, alone, 1, 0);
+  for (const Way& way : ways) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      ShardedDataParallel zero(net, groups_of(world, 1), options_of(way));
+      for (const std::string& text : {refusal([&] { zero_optimizer(zero, own); }), refusal([&] { zero_optimizer(net, own); })}) {
+        EXPECT_THAT(text, HasSubstr("OwnDescent' is no class of which it is known that it goes element by element"));
+        EXPECT_THAT(text, HasSubstr("one of 2 parts"));
+        EXPECT_THAT(text, HasSubstr("ByElements::Vouched"));
+      }
+      EXPECT_THAT(refusal([&] { zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<OwnSgd>(parts); }); }),
+                  HasSubstr("OwnSgd' is no class"));
+      auto optimizer = zero_optimizer(zero, own, ByElements::Vouched);
+      train(net, optimizer, 2, world.rank());
+      EXPECT_LT(largest_difference(weights_of(net), weights_of(reference)), 10 * parity) << "stage " << way.stage;
+    });
+  }
+  run_ranks(1, [&](World& world) {  // has all of each parameter
+    Net net;
+    ShardedDataParallel zero(net, groups_of(world, 1));
+    EXPECT_NO_THROW(zero_optimizer(zero, own));
+  });
+}
+
 TEST(ZeroPlainLoop, BuffersAreRankZerosWhenAStepIsComplete) {
   struct Normed : torch::nn::Module {
     Normed() {

@@ -15,6 +15,7 @@ class ByDeviceEngine : public Engine {
     const auto& tensor = call.tensor();
     return (tensor.defined() && tensor.device().type() == device_ ? special_ : general_)->start(call);
   }
+  bool moves_data() const override { return general_->moves_data() || special_->moves_data(); }
   bool matches_tags() const override { return general_->matches_tags() && special_->matches_tags(); }
   void set_timeout(std::chrono::milliseconds timeout) override {
     for (const auto& engine : {general_, special_}) engine->set_timeout(timeout);

@@ -12,6 +12,7 @@ class DecoratedEngine : public Engine {
   DecoratedEngine(const GroupInfo& group, std::shared_ptr<Engine> inner) : group_(group), inner_(std::move(inner)) {}
 
   std::string name() const override { return inner_ ? inner_->name() : "record"; }
+  bool moves_data() const override { return inner_ && inner_->moves_data(); }
   bool matches_tags() const override { return !inner_ || inner_->matches_tags(); }
   void set_timeout(std::chrono::milliseconds timeout) override { inner_ ? inner_->set_timeout(timeout) : void(); }
   void abort() override { inner_ ? inner_->abort() : void(); }

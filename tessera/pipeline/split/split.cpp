@@ -17,6 +17,7 @@
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/pipeline/split/own_modules.h"
 
 // A split model is a recording (split/recorder.cpp), cut (cuts.cpp), planned (stages.cpp) and run (program.cpp) by stage. A recording holds what the pass did
@@ -149,13 +150,26 @@ struct SplitModel::State {
     return key;
   }
 
+  /// What cuts layers (tensor parallelism, experts) changes what their calls give, and so has to be there when a pass is recorded.
+  void refuse_later_cuts() const {
+    for (const auto& item : root->named_parameters()) {
+      const auto before = sizes.find(item.key());
+      if (before == sizes.end() || item.value().sizes() == before->second || nn::keeps_memory(item.value())) continue;
+      for (const nn::Dealt& dealt : nn::dealt_of(item.value())) {
+        throw ConfigError(detail::concat("pipeline: '", item.key(), "' was cut over ", dealt.group.name(), " by ", dealt.by,
+                                         " after pipeline::split had recorded the model; call ", dealt.by, " before pipeline::split"));
+      }
+    }
+  }
+
   /// Once a wrapper has cut them, forward cannot be run over them but within its own passes.
   void refuse_slices(const std::string& key) const {
+    refuse_later_cuts();
     for (const auto& item : root->named_parameters()) {
       const auto whole = sizes.find(item.key());
-      require(whole == sizes.end() || item.value().sizes() == whole->second, "pipeline: no pass with these inputs and modes (", key,
-              ") was recorded before fully_shard cut the stage, and '", item.key(), "' is a slice of ", item.value().sizes(), " in place of ",
-              at::IntArrayRef(whole == sizes.end() ? std::vector<int64_t>() : whole->second),
+      if (whole == sizes.end() || item.value().sizes() == whole->second) continue;
+      require(false, "pipeline: no pass with these inputs and modes (", key, ") was recorded before fully_shard cut the stage, and '", item.key(),
+              "' is a slice of ", item.value().sizes(), " in place of ", at::IntArrayRef(whole->second),
               " now; before wrapping, on every rank, record each kind of pass that is to come: expect() its shapes, switch train() or eval(), and call "
               "recording(), under NoGradGuard for one without gradients");
     }
@@ -192,7 +206,9 @@ struct SplitModel::State {
   /// While a wrapper counts passes, a recording would be one more to it.
   void check_still_the_same(Kept& kept, int stage, int micro_batch) {
     if (!first_in_a_step) first_in_a_step = {stage, micro_batch};
-    if (*first_in_a_step != std::pair(stage, micro_batch) || !is_checked(++kept.passes) || is_wrapped()) return;
+    if (*first_in_a_step != std::pair(stage, micro_batch)) return;
+    if (kept.passes == 0) refuse_later_cuts();
+    if (!is_checked(++kept.passes) || is_wrapped()) return;
     const auto again = record(inputs_for(micro_batch));
     require(again->fingerprint == kept.recording->fingerprint, "pipeline: the forward of ", tape::short_name(root->name()),
             " is not the one that was recorded: ", tape::first_difference(*kept.recording->graph, *again->graph), kFrozenWayOut);
