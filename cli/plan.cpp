@@ -1,7 +1,9 @@
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -18,6 +20,7 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 #include "tessera/core/json_text.h"
+#include "tessera/core/log.h"
 #include "tessera/plan/bounds.h"
 #include "tessera/plan/curves.h"
 #include "tessera/plan/dry_run.h"
@@ -54,6 +57,12 @@ void say_explanation(plan::Preset of, const PlanRequest& request) {
   config.zero.stage = 0;
   config.pipeline = {};
   config.tensor = {};
+  config.offload = {};
+  for (const std::string& set : request.flags().sets) {
+    const bool is_of_layout = std::ranges::any_of(std::vector<std::string_view>{"mesh.", "zero.", "pipeline.", "tensor.", "offload."},
+                                                  [&](std::string_view section) { return set.starts_with(section); });
+    if (is_of_layout) log().warn("--explain: is of one device that has all of it, and `--set {}` is left out", set);
+  }
   request.settle(config, 1);
   const auto explanation = plan::explain(config, of.parameters, request.world_or_8());
   if (request.flags().json) {

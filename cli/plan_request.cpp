@@ -83,13 +83,14 @@ plan::Preset PlanRequest::read(const std::vector<std::string>& asked, int world)
 
 bool PlanRequest::is_for_this_machine() const { return is_there(flags_.what) && !framework_ && (!device_ || is_there(flags_.device)); }
 
-void PlanRequest::settle(Config& config, int world, precision::Saying saying) const {
+void PlanRequest::settle(Config& config, int world, precision::Saying saying, int sharing) const {
   if (device_) limit_to(*device_, config);
   settle_batch(config, world);
   validate(config, world, Purpose::Plan);
   if (framework_) settle_mesh(config, world);
   precision::settle_compute(config, at::kMeta, saying);
-  config.run.threads = is_for_this_machine() ? threads_per_rank(config.run, world) : config.run.threads.value_or(1);  // scratch goes with them
+  const int ranks = sharing > 0 ? sharing : world, of_host = device_ ? std::min(ranks, device_->devices_per_node) : ranks;
+  config.run.threads = is_for_this_machine() ? threads_per_rank(config.run, of_host) : config.run.threads.value_or(1);  // scratch goes with them
 }
 
 std::optional<plan::Machine> PlanRequest::machine_of(const Config& config) const {

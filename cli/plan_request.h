@@ -51,7 +51,8 @@ class PlanRequest {
   plan::Preset read(const std::vector<std::string>& sets, int world) const;
 
   /// Of `world` ranks: checked, within the device's memory, with sizes in place of -1, of the number format and the threads that the run would have.
-  void settle(Config& config, int world, precision::Saying saying = precision::Saying::Aloud) const;
+  /// `sharing`: ranks of the runs that are planned, where `config` is of one rank until a layout is chosen; 0: `world`.
+  void settle(Config& config, int world, precision::Saying saying = precision::Saying::Aloud, int sharing = 0) const;
 
   /// As a framework's host drives it in this configuration; none without a device.
   std::optional<plan::Machine> machine_of(const Config& config) const;

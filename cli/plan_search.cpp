@@ -212,7 +212,7 @@ int search_layouts_of(Config config, const PlanRequest& request) {
   const Config asked = config;
   forget_layout(config, flags.sets, "--search");
   size_steps(flags, config);
-  request.settle(config, 1);
+  request.settle(config, 1, precision::Saying::Aloud, flags.world);
   return say_search(config, asked, request);
 }
 
@@ -224,7 +224,7 @@ void draw_curve_of(Config config, const PlanRequest& request) {
     config.batch.global_size = 1;
   }
   size_steps(flags, config);
-  request.settle(config, 1);
+  request.settle(config, 1, precision::Saying::Aloud, request.world_or_8());
   if (flags.curve == "ranks") {
     say_scaling(config, request);
   } else {

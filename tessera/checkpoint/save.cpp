@@ -13,8 +13,6 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/save_steps.h"
 #include "tessera/core/error.h"
-#include "tessera/core/hash.h"
-#include "tessera/core/json_text.h"
 
 // A checkpoint is there whole or not at all, whichever rank ends at whichever moment: files are written and synced in a hidden folder, the manifest comes last,
 // and one rename makes it exist. Every step of it is taken together: each rank learns whether all have done theirs, so that the failure of one is everybody's
@@ -46,15 +44,6 @@ HeldSlice held_from(const nlohmann::json& json) {
   return held;
 }
 
-/// What a checkpoint has once, of rank 0: hashed, for the ranks to compare.
-nlohmann::json shared_part(const CheckpointState& state) {
-  const auto hash = [](const nlohmann::json& json) {
-    const std::string text = json_text(json);
-    return hash_hex(text.data(), text.size());
-  };
-  return {{"step", std::to_string(state.step)}, {"progress", hash(state.progress)}, {"agreement", hash(state.agreement)}};
-}
-
 /// Makes the empty folder on rank 0, and tells every rank what every rank holds.
 std::vector<std::vector<HeldSlice>> prepare(const fs::path& temporary, const CheckpointState& state, const comm::Group& group) {
   const auto answers = together(group, [&] {
@@ -73,14 +62,12 @@ std::vector<std::vector<HeldSlice>> prepare(const fs::path& temporary, const Che
               "make a forward that has none under torch::NoGradGuard");
       mine.push_back(to_json(held));
     }
-    return nlohmann::json{{"held", std::move(mine)}, {"shared", shared_part(state)}};
+    return nlohmann::json{{"held", std::move(mine)}, {"step", state.step}};
   });
   std::vector<std::vector<HeldSlice>> held;
   for (const auto& answer : answers) {
-    for (const auto& [what, hash] : answer.at("shared").items()) {
-      require(hash == answers.front().at("shared").at(what), "checkpoint: ", what, " of rank ", held.size(),
-              " is another than rank 0's, and a checkpoint has one; give all ranks the same, with what is each rank's own under names that tell them apart");
-    }
+    require(answer.at("step") == state.step, "checkpoint: rank ", held.size(), " saves step ", answer.at("step").get<int64_t>(), " where rank ", group.rank(),
+            " saves ", state.step, ": all ranks save one step together");
     held.emplace_back();
     for (const auto& json : answer.at("held")) held.back().push_back(held_from(json));
   }

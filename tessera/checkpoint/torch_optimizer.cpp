@@ -148,6 +148,11 @@ auto read(const nlohmann::json& saved, F&& f) {
 
 std::filesystem::path save_all(const std::filesystem::path& dir, int64_t step, std::vector<SlicedTensor> tensors, nlohmann::json optimizer,
                                const nlohmann::json& progress, const comm::Group& group) {
+  for (size_t rank = 0; const auto& other : gather_json(group, progress)) {
+    require(other == progress, "checkpoint: progress of rank ", rank, " is another than rank ", group.rank(),
+            "'s, and a checkpoint has one; give all ranks the same: what is each rank's own they tell each other before (checkpoint::gather_json)");
+    ++rank;
+  }
   return save(dir,
               CheckpointState{
                   .step = step, .tensors = std::move(tensors), .optimizer = std::move(optimizer), .progress = progress, .agreement = nlohmann::json::object()},
@@ -291,7 +296,7 @@ nlohmann::json counts_of(nlohmann::json saved, const optim::Optimizer& optimizer
   const auto own = optimizer.update_counts();
   std::vector<std::string> others;
   for (const auto& [name, count] : counts->items()) {
-    if (!own.contains(name) && may_differ(name)) others.push_back(name);
+    if (!own.contains(name) && (count == 0 || may_differ(name))) others.push_back(name);  // what was never updated is no loss
   }
   for (const auto& name : others) counts->erase(name);
   for (const auto& [name, count] : own) {
@@ -369,7 +374,7 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
   const Manifest manifest = read_manifest_with_optimizer(folder);
   require_kind(manifest, optimizer.kind());
   const bool of_more = !options.expected.empty();
-  const nlohmann::json saved = of_more ? own_counts(manifest.optimizer, optimizer) : counts_of(manifest.optimizer, optimizer, options.partial);
+  const nlohmann::json saved = counts_of(of_more ? own_counts(manifest.optimizer, optimizer) : manifest.optimizer, optimizer, options.partial);
   if (!of_more) require_counts(saved, model, optimizer);
   Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, optimizer, manifest), options)};
   restore_optimizer(saved, optimizer, resumed.report);

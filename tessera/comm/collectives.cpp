@@ -34,6 +34,13 @@ LeaveInOrder::LeaveInOrder() { ++leaving; }
 LeaveInOrder::~LeaveInOrder() { --leaving; }
 bool LeaveInOrder::now() { return leaving > 0; }
 
+namespace {
+thread_local bool shapes_alone = false;
+}
+
+ShapesAlone::ShapesAlone() : before_(std::exchange(shapes_alone, true)) {}
+ShapesAlone::~ShapesAlone() { shapes_alone = before_; }
+
 struct Pending::State {
   std::string_view name;  // of the collective, in errors
   Group group;
@@ -130,8 +137,10 @@ void reduce_as_bytes(Call& call) {
 
 // Hands a call to the engine.
 Pending start(const Group& group, Call call, std::string_view name = {}, std::function<void()> finish = {}) {
-  // Without data nothing is moved: a pass over a model with collectives in it may be recorded on meta (pipeline::split), by one rank at a time.
   if (call.tensor().defined() && call.tensor().is_meta() && group.engine()->moves_data()) {
+    require(shapes_alone, name.empty() ? to_string(call.op) : name, " of group ", group.name(), ", rank ", group.rank(), " of ", group.size(),
+            ": was given a tensor on meta, which has no data to send; in a forward that pipeline::split records, put the collective into a module of its own, "
+            "declared with TESSERA_MODULE, whose calls run anew in each pass");
     if (finish) finish();
     return {};
   }

@@ -48,6 +48,19 @@ class Pending {
   std::shared_ptr<State> state_;
 };
 
+/// While alive, on this thread, calls with tensors on meta, which have no data, move nothing and tell nobody: for who runs a module's forward for the shapes
+/// of what comes out, on one rank by itself, and will run it anew (pipeline::split). Elsewhere, but in a dry world, such a tensor is refused: ConfigError.
+class ShapesAlone {
+ public:
+  ShapesAlone();
+  ~ShapesAlone();
+  ShapesAlone(const ShapesAlone&) = delete;
+  ShapesAlone& operator=(const ShapesAlone&) = delete;
+
+ private:
+  bool before_;
+};
+
 /// A tensor like at::empty's, in memory that the group's engine can reduce without staging it where the engine has such memory (ranks of one host that share
 /// memory), for buffers that are made once and reduced often: gradient buckets. Elsewhere plain memory. Counted by the MemoryTracker alike. Not collective:
 /// each rank may have as many as it likes, and free them when it likes. Throws CommError where shared memory is exhausted.

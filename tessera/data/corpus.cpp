@@ -28,7 +28,7 @@ constexpr const char* kCacheKnob = "data.cache_dir";
 constexpr const char* kOutputKnob = "output";
 
 /// Of what gives other ids, or windows, for the same files.
-constexpr int kContentVersion = 1;
+constexpr int kContentVersion = 2;
 
 /// Hash of what the files hold (as stored, compressed or not), in order, and of what turns it into ids.
 std::string content_hash(const Files& files, const Tokenizer& tokenizer, Documents documents, const std::string& knob) {

@@ -256,8 +256,10 @@ void require_same_parts(const std::string& technique, const std::vector<NamedPar
 
 namespace {
 
+/// Of what is frozen there is no gradient.
 int losses_of(const at::Tensor& parameter) {
   int losses = 1;
+  if (!parameter.requires_grad()) return losses;
   for (const Dealt& dealt : dealt_of(parameter)) losses *= dealt.losses;
   return losses;
 }
@@ -266,14 +268,18 @@ int losses_of(const at::Tensor& parameter) {
 
 int ranks_of_mean(const std::string& technique, const torch::nn::Module& root, const std::vector<NamedParameter>& parameters, int ranks, bool sums) {
   constexpr std::string_view way_out = "; leave average false, and divide the loss by the tokens, or samples, of all ranks";
-  const int losses = losses_of(parameters.front().tensor);
   std::unordered_set<const c10::TensorImpl*> own;
-  for (const auto& [name, tensor, aliases] : parameters) {
-    own.insert(tensor.unsafeGetTensorImpl());
-    require(losses_of(tensor) == losses, technique, ": average: '", name, "' has gradients of ", losses_of(tensor), " ranks' losses when they come, and '",
-            parameters.front().name, "' of ", losses, ": give experts and the rest to a wrapper each (`only`, experts_of)");
+  const NamedParameter* first = nullptr;  // that is trained
+  for (const auto& parameter : parameters) {
+    own.insert(parameter.tensor.unsafeGetTensorImpl());
+    if (!parameter.tensor.requires_grad()) continue;
+    if (first == nullptr) first = &parameter;
+    require(losses_of(parameter.tensor) == losses_of(first->tensor), technique, ": average: '", parameter.name, "' has gradients of ",
+            losses_of(parameter.tensor), " ranks' losses when they come, and '", first->name, "' of ", losses_of(first->tensor),
+            ": give experts and the rest to a wrapper each (`only`, experts_of)");
   }
-  require(sums || losses == 1, technique, ": average: '", parameters.front().name, "' has gradients of ", losses,
+  const int losses = first == nullptr ? 1 : losses_of(first->tensor);
+  require(sums || losses == 1, technique, ": average: '", first == nullptr ? "" : first->name, "' has gradients of ", losses,
           " ranks' losses, and over one rank nobody divides them", way_out);
   for (const auto& item : root.named_parameters()) {
     const int others = own.contains(item.value().unsafeGetTensorImpl()) ? 1 : losses_of(item.value());

@@ -19,6 +19,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
 #include "tessera/layout/slice.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/names.h"
@@ -161,18 +162,37 @@ void require_axis_of_terms(const comm::Group& group, const std::vector<NamedPara
 
 }  // namespace
 
+namespace {
+
+/// Of a parameter, or of what is updated in its place: whether all ranks of the group hold it, each with the whole of its gradient. Sharding cuts what all hold
+/// alike on all of them, also where other parts are uneven (flat_key).
+bool is_watched_whole(const at::Tensor& updated, const comm::Group& group) {
+  return std::ranges::any_of(sharings_of(updated), [&](const Sharing& sharing) {
+    return sharing.axis == group.name() && sharing.holders == group.size() && !sharing.is_term && sharing.watched;
+  });
+}
+
+/// The sum of all values, and of their sizes, in fp64; in pieces, for a whole embedding in fp64 is twice or four times its memory.
+at::Tensor sums_of(const at::Tensor& values) {
+  constexpr int64_t kPiece = int64_t{1} << 20;
+  const at::Tensor flat = values.reshape({-1}), sums = at::zeros({2}, flat.options().dtype(at::kDouble));
+  for (int64_t begin = 0; begin < flat.numel(); begin += kPiece) {
+    const at::Tensor piece = flat.narrow(0, begin, std::min(kPiece, flat.numel() - begin)).to(at::kDouble);
+    sums.add_(at::stack({piece.sum(), piece.abs().sum()}));
+  }
+  return sums;
+}
+
+}  // namespace
+
 void require_alike(const comm::Group& group, const std::vector<NamedParameter>& updated) {
   std::vector<std::string> names;
   std::vector<at::Tensor> sums;
   const at::NoGradGuard no_grad;
   for (const auto& [name, tensor, aliases] : updated) {
-    for (const Sharing& sharing : sharings_of(tensor)) {
-      const bool is_whole = sharing.axis == group.name() && sharing.holders == group.size() && !sharing.is_term && sharing.even && sharing.watched;
-      if (!is_whole || !tensor.is_floating_point() || tensor.is_meta()) continue;
-      const at::Tensor values = tensor.detach().to(at::kDouble);
-      names.push_back(name);
-      sums.push_back(at::stack({values.sum(), values.abs().sum()}));
-    }
+    if (!is_watched_whole(tensor, group) || !tensor.is_floating_point() || tensor.is_meta()) continue;
+    names.push_back(name);
+    sums.push_back(sums_of(tensor.detach()).to(message_device(tensor, group)));
   }
   if (names.empty() || group.size() == 1) return;
   const auto count = static_cast<int64_t>(names.size());
@@ -183,6 +203,7 @@ void require_alike(const comm::Group& group, const std::vector<NamedParameter>& 
   for (int rank = 1; rank < group.size(); ++rank) {
     for (int64_t i = 0; i < count; ++i) {
       const auto first = static_cast<size_t>(2 * i), other = first + static_cast<size_t>(2 * count * rank);
+      if (!std::isfinite(read[first]) && !std::isfinite(read[other])) continue;  // a run that has diverged, on all ranks
       require(
           std::abs(read[other] - read[first]) <= kRounding * read[first + 1], "parallelize_module: '", names[static_cast<size_t>(i)],
           "' is whole on all ranks of ", group.name(), ", and has other values on rank ", rank,
@@ -196,7 +217,8 @@ void require_alike(const comm::Group& group, const std::vector<NamedParameter>& 
 void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& updated, const comm::Group& everyone) {
   std::vector<Term> aligned, placed;
   require_axis_of_terms(group, updated);
-  if (!updated.empty() && is_due(count_sum_of_terms(updated.front().tensor))) require_alike(group, updated);
+  const auto whole = std::ranges::find_if(updated, [&](const auto& parameter) { return is_watched_whole(parameter.tensor, group); });  // alike on all ranks
+  if (whole != updated.end() && is_due(count_sum_of_terms(whole->tensor))) require_alike(group, updated);
   for (const auto& parameter : updated) {
     if (!parameter.tensor.requires_grad()) continue;
     for (Sharing& sharing : sharings_of(parameter.tensor)) {

@@ -57,7 +57,8 @@ bool is_shared_over(const at::Tensor& parameter, const std::string& axis);
 
 /// By what a wrapper over `ranks` ranks divides sums of gradients that are to be means over ranks (`average`): by these, times the losses that gradients are of
 /// already (Dealt). `sums`: whether it sums and divides at all; a group of one leaves gradients alone. Throws ConfigError, by name, where its parameters differ
-/// in that, where it does not divide, and where experts of `root` that are left to others are of all the ranks' losses, so that nobody would divide theirs.
+/// in that, where it does not divide, and where trained experts of `root` that are left to others are of all the ranks' losses, so that nobody would divide
+/// theirs.
 int ranks_of_mean(const std::string& technique, const torch::nn::Module& root, const std::vector<NamedParameter>& parameters, int ranks, bool sums);
 
 /// What may lie beside the parameter in a flat buffer: parameters of the same key. Ranks whose parts are uneven hold some parameters alike beside parts of
@@ -80,7 +81,7 @@ void sum_terms(const comm::Group& group, const std::vector<NamedParameter>& upda
 
 /// Throws ConfigError, on all ranks of `group` alike and by name, where a parameter that all of them hold whole, each with the whole of its gradient, has other
 /// values on one of them: it works on what is cut (a norm of one rank's heads), and a plan that does not name it took it for whole. Differences of rounding
-/// pass. Left out are parameters that nobody watches (Sharing), and what sharding cuts otherwise on each rank (Sharing::even). One all-gather of 16 bytes a
+/// pass. Left out are parameters that nobody watches (Sharing). One all-gather of 16 bytes a
 /// parameter. sum_terms asks for it at those of its calls that is_due() names, and so do forwards of parallelize_module's layers.
 void require_alike(const comm::Group& group, const std::vector<NamedParameter>& updated);
 /// Call 2, 4, 8 and so on: what is looked for then costs nothing in the long run.

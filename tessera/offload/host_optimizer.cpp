@@ -9,7 +9,6 @@
 #include "tessera/kernels/choice.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/names.h"
-#include "tessera/nn/parameter.h"
 
 // Where the three streams meet: a gradient leaves behind what the device was asked for (its reduction, clipping, parameters that come back); the host waits for
 // it before it reads it, or writes the copy of its parameter; parameters come back behind what was asked for, too, for they were read until now.
@@ -23,30 +22,14 @@ HostOptimizer::HostOptimizer(const std::vector<nn::NamedParameter>& parameters, 
   const HostMemory beside;
   std::vector<nn::NamedParameter> copies;
   for (const auto& [name, tensor, aliases] : parameters_) {
-    // Of what is frozen there is a copy from its first update on; until then one number stands for it.
-    const bool trained = tensor.requires_grad();
-    const at::Tensor copy = trained ? copy_of(tensor) : link_.empty(1, tensor.scalar_type()).expand(tensor.sizes()).detach();
-    copy.set_requires_grad(trained);  // what says whether the optimizer inside keeps state of it from the start
+    const at::Tensor copy = link_.empty(tensor.numel(), tensor.scalar_type()).view(tensor.sizes()).detach();
+    copy.copy_(tensor);
+    copy.set_requires_grad(tensor.requires_grad());  // what says whether the optimizer inside keeps state of it from the start
     nn::set_slice(copy, nn::slice_of(tensor));
-    beside_.push_back({.copy = copy, .is_there = trained});
+    beside_.push_back({.copy = copy});
     copies.push_back({name, copy, aliases});
   }
   inner_ = build(copies);
-}
-
-at::Tensor HostOptimizer::copy_of(const at::Tensor& parameter) const {
-  const at::Tensor copy = link_.empty(parameter.numel(), parameter.scalar_type()).view(parameter.sizes()).detach();
-  copy.copy_(parameter);
-  return copy;
-}
-
-void HostOptimizer::hold(size_t index) {
-  Beside& own = beside_[index];
-  if (std::exchange(own.is_there, true)) return;
-  const c10::NoGradGuard no_grad;
-  const MemoryScope scope(MemoryCategory::Optimizer);
-  const HostMemory beside;
-  nn::set_data_of_same(own.copy, copy_of(parameters_[index].tensor));
 }
 
 std::vector<optim::StateTensor> HostOptimizer::state() const {
@@ -75,20 +58,17 @@ void HostOptimizer::follow_all_but(const std::set<std::string>& ahead) {
   const auto is_ahead = [&](size_t i) { return ahead.contains(parameters_[i].name); };
   std::erase_if(ahead_, std::not_fn(is_ahead));
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!is_ahead(i) && beside_[i].is_there) beside_[i].copy.copy_(parameters_[i].tensor);
+    if (!is_ahead(i)) beside_[i].copy.copy_(parameters_[i].tensor);
   }
 }
 
 void HostOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
   const HostMemory beside;
   await_update();
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (const auto found = counts.find(parameters_[i].name); found != counts.end() && found->second > 0) hold(i);
-  }
   inner_->hold_state(counts);
   if (!delayed_ || !ahead_.empty()) return;
   for (size_t i = 0; i < parameters_.size(); ++i) {  // each may be one update ahead; follow_all_but() will tell
-    if (counts.contains(parameters_[i].name) && beside_[i].is_there) ahead_.push_back(i);
+    if (counts.contains(parameters_[i].name)) ahead_.push_back(i);
   }
 }
 
@@ -96,9 +76,7 @@ void HostOptimizer::counts_changed() {
   await_update();
   // Of a delayed run that is taken up every copy may be ahead.
   if (delayed_ && ahead_.empty()) {
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (beside_[i].is_there) ahead_.push_back(i);
-    }
+    for (size_t i = 0; i < parameters_.size(); ++i) ahead_.push_back(i);
   }
   for (auto& own : beside_) own.writes = {};
   inner_->set_update_counts(update_counts());

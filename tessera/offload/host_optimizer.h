@@ -55,7 +55,6 @@ class HostOptimizer final : public optim::Optimizer {
   /// Of a parameter: its like on the host, and what is on its way there.
   struct Beside {
     at::Tensor copy;              ///< in the parameter's shape
-    bool is_there = true;         ///< false: its shape alone
     nn::WriteMark writes{};       ///< of the parameter, when it was last what the copy is; of none: not known
     at::Tensor gradient{};        ///< while a step is made
     CopyStream::Point arrived{};  ///< it
@@ -64,8 +63,6 @@ class HostOptimizer final : public optim::Optimizer {
   void prepare(const std::vector<Batch>& batches) override;
   void update(const Batch& batch) override;
   void counts_changed() override;
-  void hold(size_t index) override;
-  at::Tensor copy_of(const at::Tensor& parameter) const;
   void follow(size_t index);
   void send_gradient(size_t index, const at::Tensor& gradient);
   void update_later(const Batch& batch);

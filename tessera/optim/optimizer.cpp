@@ -15,6 +15,7 @@
 #include "tessera/kernels/fused_updates.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/gradient_dispatcher.h"
+#include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/kept_memory.h"
 #include "tessera/nn/sharing.h"
 #include "tessera/optim/clip.h"
@@ -38,6 +39,11 @@ Optimizer::Optimizer(std::vector<ParameterGroup> groups) : groups_(std::move(gro
     }
   }
   counts_.resize(parameters_.size(), 0);
+  std::set<const GradientSynchronizer*> asked;
+  for (const auto& parameter : parameters_) {  // whoever holds them takes in what a program has put in their place (torch::load)
+    const GradientSynchronizer* const owner = nn::owner_of(parameter.tensor);
+    if (owner != nullptr && asked.insert(owner).second) (void)owner->updated();
+  }
   for (const auto& parameter : parameters_) {
     nn::show_part(parameter.tensor);
     shapes_.push_back(parameter.tensor.sizes().vec());
@@ -125,7 +131,9 @@ void Optimizer::announce_writes() const {
 void Optimizer::begin(double lr) {
   if (!needs_begin()) return;
   const c10::NoGradGuard no_grad;
-  announce_writes();
+  for (const auto& parameter : parameters_) {
+    if (parameter.tensor.grad().defined()) nn::show_part(parameter.tensor);  // it is read, and not written: that is no version
+  }
   std::vector<std::pair<at::Tensor, at::Tensor>> read;
   prepare(batches(lr, read));
 }

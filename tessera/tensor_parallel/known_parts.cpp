@@ -20,6 +20,11 @@ at::Tensor sum_of(const at::Tensor& parameter) {
   return parameter.detach().sum(at::kDouble);
 }
 
+/// A pass that is recorded for its shapes has no values, and answers questions about them.
+bool is_recorded(const nn::Values& inputs) {
+  return std::ranges::any_of(inputs, [](const c10::IValue& in) { return in.isTensor() && in.toTensor().is_meta(); });
+}
+
 }  // namespace
 
 KnownParts::KnownParts(std::string axis, const std::vector<at::Tensor>& parameters, bool watches_terms)
@@ -28,12 +33,13 @@ KnownParts::KnownParts(std::string axis, const std::vector<at::Tensor>& paramete
 }
 
 nn::Values KnownParts::call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) {
+  const bool recorded = is_recorded(inputs);
   for (Part& part : parts_) {
     auto impl = part.tensor.lock();
     if (!impl) continue;
     const at::Tensor parameter(std::move(impl));
     check_known(part.name, parameter);
-    if (watches_terms_ && !part.is_looked_after && at::GradMode::is_enabled()) look_after_term(part, parameter);
+    if (watches_terms_ && !part.is_looked_after && at::GradMode::is_enabled() && !recorded) look_after_term(part, parameter);
   }
   return next(std::move(inputs));
 }
@@ -64,10 +70,10 @@ WholeParts::WholeParts(comm::Group group, const std::vector<nn::NamedParameter>&
   for (const auto& parameter : parameters) parts_.emplace_back(parameter.name, parameter.tensor.getIntrusivePtr());
 }
 
-nn::Values WholeParts::call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) {
-  const bool is_pass =
-      at::GradMode::is_enabled() && std::ranges::none_of(inputs, [](const c10::IValue& in) { return in.isTensor() && in.toTensor().is_meta(); });
-  if (is_pass && nn::is_due(++passes_)) {
+nn::Values WholeParts::call(nn::Module& module, nn::Values inputs, const nn::Next& next) {
+  const bool is_pass = at::GradMode::is_enabled() && !is_recorded(inputs);
+  if (is_pass && first_ == nullptr) first_ = &module;
+  if (is_pass && first_ == &module && nn::is_due(++passes_)) {
     std::vector<nn::NamedParameter> there;
     for (const auto& [name, tensor] : parts_) {
       auto impl = tensor.lock();

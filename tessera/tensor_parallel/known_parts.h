@@ -45,9 +45,9 @@ class KnownParts final : public nn::Interceptor {
   std::vector<Part> parts_;
 };
 
-/// What a plan does not name is taken for whole, with the whole of its gradient. Around the call of one of the plan's layers: a few of its forwards look
-/// whether the ranks have updated it alike (nn::require_alike). Sharded parameters, whose slices are not shown while a forward runs, are nn::sum_terms' to look
-/// at.
+/// What a plan does not name is taken for whole, with the whole of its gradient. Around the calls of all of the plan's layers, one for all: of the layer that
+/// this rank calls first (a stage of a pipeline calls its own alone) a few calls look whether the ranks have updated it alike (nn::require_alike). Sharded
+/// parameters, whose slices are not shown while a forward runs, are nn::sum_terms' to look at.
 class WholeParts final : public nn::Interceptor {
  public:
   WholeParts(comm::Group group, const std::vector<nn::NamedParameter>& parameters);
@@ -56,6 +56,7 @@ class WholeParts final : public nn::Interceptor {
 
  private:
   comm::Group group_;
+  const nn::Module* first_ = nullptr;
   std::vector<std::pair<std::string, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>> parts_;
   int64_t passes_ = 0;
 };

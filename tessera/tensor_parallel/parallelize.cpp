@@ -64,7 +64,7 @@ class Builder {
     for (const at::Tensor& weight : nn::weights_in_use(module)) {
       if (!nn::slice_of(weight).is_whole()) cut_by_.emplace(weight.unsafeGetTensorImpl(), style_ + " of '" + path_ + "'");
     }
-    if (first_ == nullptr) first_ = &module;
+    styled_.push_back(&module);
     attached_.add(nn::attach(module, std::move(interceptor)));
     attached_.add(nn::expect_call(module, "parallelize_module: " + style_ + " of '" + path + "'"));
     attach_check(module);
@@ -92,7 +92,10 @@ class Builder {
       }
       nn::add_sharing(parameter.tensor, std::move(sharing));
     }
-    if (options_.watch_terms && size() > 1) attached_.add(nn::attach(*first_, std::make_shared<WholeParts>(context_->group, nn::unique_parameters(module))));
+    if (options_.watch_terms && size() > 1) {
+      const auto wholes = std::make_shared<WholeParts>(context_->group, nn::unique_parameters(module));
+      for (nn::Module* const layer : styled_) attached_.add(nn::attach(*layer, wholes));
+    }
     return std::make_unique<TensorParallel>(context_->group, context_, alive_, std::move(attached_));
   }
 
@@ -360,7 +363,7 @@ class Builder {
   TensorParallelOptions options_;
   bool embeds_;  ///< whether the plan turns ids into activations
   std::string path_, style_;
-  nn::Module* first_ = nullptr;  ///< that has a style
+  std::vector<nn::Module*> styled_;
   std::map<const nn::Module*, std::string> owners_;
   std::map<const c10::TensorImpl*, nn::Sharing> sharings_;
   std::map<const c10::TensorImpl*, std::string> cut_by_;         ///< of what is cut: the style that did

@@ -67,7 +67,7 @@ BytesPerParameter beside_device(const OffloadConfig& offload, const BytesPerPara
   if (kind.params == WaitingPlace::Host) {
     beside.weight = kept.weight;
     beside.gradient = kept.gradient;
-  } else if (kind.trained && kind.params == WaitingPlace::Device && kind.optimizer != WaitingPlace::Device && offload.update == "host") {
+  } else if (kind.params == WaitingPlace::Device && kind.optimizer != WaitingPlace::Device && offload.update == "host") {
     const int sharers = stage >= 1 ? ranks : 1;  // of an update
     beside.weight = whole.weight / sharers;
     beside.gradient = offload.gradients.is("host") ? kept.gradient : whole.gradient / sharers;

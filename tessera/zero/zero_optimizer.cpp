@@ -61,7 +61,10 @@ void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Sync
   if (is_known_to_go_by_elements(optimizer)) return;
   const bool multiplies_all = dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr;
   for (const auto* synchronizer : synchronizers) {
-    const int parts = synchronizer->norm_group().size();
+    int parts = synchronizer->norm_group().size();
+    for (const nn::NamedParameter& updated : synchronizer->updated()) {  // layers and experts that are cut
+      for (const nn::Dealt& dealt : nn::dealt_of(updated.tensor)) parts = std::max(parts, dealt.group.size() / dealt.holders);
+    }
     if (parts == 1) continue;
     require(
         !multiplies_all, "zero_optimizer: torch::optim::LBFGS takes dot products over all parameters, and what it updates on this rank is one of ", parts,

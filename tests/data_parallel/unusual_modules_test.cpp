@@ -398,6 +398,11 @@ TEST(Ddp, ReduceDtypeIsThatOfTheWrapperThatHolds) {
       EXPECT_EQ(type_of_gradient(), at::kFloat);
     }
     EXPECT_EQ(type_of_gradient(), at::kFloat) << "the older one holds again";
+    {
+      const auto newer = wrap(std::nullopt);
+      EXPECT_EQ(type_of_gradient(), at::kBFloat16) << "which has no type of its own";
+    }
+    EXPECT_EQ(type_of_gradient(), at::kFloat);
     older = wrap(std::nullopt);
     EXPECT_EQ(type_of_gradient(), at::kBFloat16) << "which has no type of its own";
   });

@@ -128,5 +128,19 @@ TEST(Rows, OfTokensThatWereDroppedAreZero) {
   EXPECT_TRUE(at::equal(gather_rows(at::ones({4, 3}), where).sum(1), at::tensor({3.f, 0.f})));
 }
 
+/// As on a rank to whose experts no token goes: libtorch's own gradient of no selected rows is an exception.
+TEST(Rows, ThatAreNoneHaveAGradientByPlainOperators) {
+  const auto none = [](std::vector<int64_t> sizes) { return at::zeros(sizes, at::kLong); };
+  const Dispatch nothing{.slots = at::full({4, 1}, -1, at::kLong), .order = none({0}), .counts = none({2})},
+      nobody{.slots = none({0, 1}), .order = none({0}), .counts = none({2})};
+  for (const auto& [tokens, where] : {std::pair(4, nothing), std::pair(0, nobody)}) {
+    const at::Tensor x = at::ones({tokens, 3}).requires_grad_(), weights = at::ones({tokens, 1}).requires_grad_();
+    const at::Tensor out = reference::combine_rows(reference::gather_rows(x, where), weights, where);
+    EXPECT_EQ(out.sizes(), x.sizes());
+    (out.sum() + reference::gather_rows(x, where).sum()).backward();
+    EXPECT_TRUE(at::equal(x.grad(), at::zeros({tokens, 3})));
+  }
+}
+
 }  // namespace
 }  // namespace tessera::kernels

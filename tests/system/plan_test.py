@@ -76,8 +76,10 @@ class Plan(SystemTest):
                 self.assertEqual(answer["parameters"], 7e9)
                 self.assertEqual([round(states["bytes"] / 2**30, 2) for states in answer["states"]], [104.31, 104.31, 52.15])
                 self.assertLess(abs(answer["counted"] / 7e9 - 1), 0.05)
-        fixed = run("plan", SOURCE / "recipes" / "llama_tp2_fsdp2.toml", "--world", 4, "--explain")
+        away = (x for s in ("offload.params=host", "offload.gradients=host", "offload.optimizer=host") for x in ("--set", s))
+        fixed = run("plan", SOURCE / "recipes" / "llama_tp2_fsdp2.toml", "--world", 4, "--explain", *away)
         self.assertEqual(fixed.returncode, 0, fixed.stderr)
+        self.assertIn("--explain: is of one device that has all of it, and `--set offload.params=host` is left out", fixed.stderr)
         verdict = self.plan("30b", "--explain", sets=["run.memory_limit_bytes=80000000000"])["verdict"]
         self.assertEqual(verdict["states"], 480_000_000_000)
         self.assertFalse(verdict["fits"])

@@ -352,15 +352,19 @@ TEST(DisjointWrappers, MeansOfExpertsThatNobodyDividesAreRefused) {
   const ModelConfig config{.family = "mixtral", .dim = 12, .layers = 1, .heads = 2, .ffn_dim = 7, .experts = 6, .experts_per_token = 2};
   for (const std::string technique : {"ddp", "zero2", "fsdp"}) {
     run_ranks(2, [&](World& world) {
-      MixtureFeedForward mixture(config);
+      auto mixture = on_meta([&] { return MixtureFeedForward(config); });
       nn::assign_paths(*mixture);
       const auto dealt = expert_parallel(*mixture, world.group());
+      materialize(*mixture, 5);
       for (const bool experts : {false, true}) {
         const auto group = experts ? comm::Group::self() : world.group();
         EXPECT_THAT(refusal([&] { (void)wrap_by(technique, *mixture, {.shard = group}, {.only = experts_of(*mixture, experts), .average = true}); }),
                     ::testing::HasSubstr("leave average false, and divide the loss"))
             << technique;
       }
+      for (const auto& parameter : nn::unique_parameters(*mixture, experts_of(*mixture, true))) parameter.tensor.set_requires_grad(false);
+      EXPECT_NO_THROW((void)wrap_by(technique, *mixture, {.shard = world.group()}, {.only = experts_of(*mixture, false), .average = true}))
+          << technique << ": what is frozen has no gradient";
     });
   }
 }

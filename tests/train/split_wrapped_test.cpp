@@ -10,6 +10,7 @@
 
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/torch_optimizer.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
@@ -263,6 +264,29 @@ TEST(SplitWrapped, StagesOfLayersThatAreCut) {
                       {.timeout = std::chrono::seconds(30)});
     }
   }
+}
+
+struct AveragingImpl : torch::nn::Module {
+  explicit AveragingImpl(comm::Group of) : group(std::move(of)) {
+    register_module("first", first);
+    register_module("last", last);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = first(x).detach();
+    comm::all_reduce(group, h);
+    return last(h);
+  }
+  comm::Group group;
+  torch::nn::Linear first{4, 4}, last{4, 3};
+};
+TORCH_MODULE(Averaging);
+
+/// A record has operators and calls of modules that announce them: a collective between them would not be made again.
+TEST(SplitWrapped, ACollectiveBetweenLayersIsRefused) {
+  comm::run_ranks(2, [](comm::World& world) {
+    auto net = on_meta([&] { return Averaging(world.group()); });
+    EXPECT_THAT(refusal([&] { (void)pipeline::split(net, {sample(0)}, {{"last", SplitPoint::Beginning}}); }), HasSubstr("declared with TESSERA_MODULE"));
+  });
 }
 
 /// Statistics of all ranks, of a pass that only one of them records at a time.

@@ -409,6 +409,17 @@ TEST(TorchOptimizerCheckpoints, RefuseOptionsThatWantStateThatWasNotSaved) {
   });
 }
 
+/// A place in the data that each rank has for itself would be lost but for rank 0's.
+TEST(TorchOptimizerCheckpoints, RefuseProgressThatDiffersByRank) {
+  const checkpoint::TemporaryFolder folder;
+  run_ranks(2, [&](World& world) {
+    TorchRun run("ddp", world, "adamw");
+    EXPECT_THAT([&] { checkpoint::save(folder.path(), 1, *run.net, *run.optimizer, world.group(), {{"cursor", world.rank()}}); },
+                ::testing::ThrowsMessage<ConfigError>(HasSubstr("tell each other before")));
+    EXPECT_NO_THROW(checkpoint::save(folder.path(), 1, *run.net, *run.optimizer, world.group(), {{"cursor", 7}}));
+  });
+}
+
 TEST(TorchOptimizerCheckpoints, WhatPartialLeavesHasNoPastUpdates) {
   const checkpoint::TemporaryFolder folder;
   for (const std::string kind : {"adam", "adagrad", "rmsprop"}) {

@@ -9,6 +9,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/nn/embedding.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/norm.h"
@@ -43,6 +44,38 @@ struct NormedImpl : nn::Module {
   nn::Linear down{16, 6};
 };
 TESSERA_MODULE(Normed);
+
+/// Beside a layer that is cut unevenly, too: GPT-2's vocabulary is odd.
+struct NormedTokensImpl : nn::Module {
+  NormedTokensImpl() {
+    register_module("embed", embed);
+    register_module("normed", normed);
+    nn::assign_paths(*this);
+  }
+  at::Tensor forward(const at::Tensor& ids) { return normed(embed(ids)); }
+  nn::Embedding embed{7, 6};
+  Normed normed;
+};
+TESSERA_MODULE(NormedTokens);
+
+TEST(WholeParts, AreWatchedBesideUnevenOnes) {
+  run_ranks(2, [](World& world) {
+    NormedTokens net = on_meta([] { return NormedTokens(); });
+    const auto parallel =
+        parallelize_module(net, world.group(), {{"embed", VocabParallelEmbedding{}}, {"normed.up", ColumnParallel{}}, {"normed.down", RowParallel{}}});
+    materialize(net, 7, testing_support::test_device());
+    const at::Tensor ids = at::arange(6).view({2, 3}).to(testing_support::test_device());
+    EXPECT_THAT(refusal([&] {
+                  for (int step = 0; step < 5; ++step) {
+                    net->zero_grad();
+                    net(ids).square().sum().backward();
+                    const at::NoGradGuard no_grad;
+                    for (const at::Tensor& parameter : net->parameters()) at::Tensor(parameter).sub_(parameter.grad(), 0.05);
+                  }
+                }),
+                HasSubstr("'normed.norm.weight' is whole on all ranks of world"));
+  });
+}
 
 /// Each rank's gradient of what works on its heads is of these alone.
 TEST(WholeParts, ThatWorkOnAPartAreRefusedOnceRanksDrift) {

@@ -12,6 +12,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 
+#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
@@ -200,6 +201,7 @@ class Recorder final : public nn::OperatorWatcher {
         recorder.shadows_.clear();
       }
       Recorder& recorder;
+      comm::ShapesAlone shapes_alone{};
     } inside(*this, node);
     nn::Values outputs = next(std::move(inputs));
     // Memory that the module made and wrote into has its history on what stands in for it.
