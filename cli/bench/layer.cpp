@@ -57,7 +57,7 @@ class Layer {
     ParallelPlan plan = parallel_plan(*model_, what.sequence_parallel);
     // In a model the embedding hands parts of the sequence on; here the block is handed the whole.
     if (what.sequence_parallel) plan.emplace_back(kBlock, PrepareInput{.from = TensorLayout::Replicated, .to = TensorLayout::Sequence});
-    tensor_ = parallelize_module(*model_, group, plan, {.overlap = what.overlap});
+    tensor_ = parallelize_module(*model_, group, plan, {.overlap = what.overlap, .watch_terms = false});  // it would be timed, and nothing is updated
     materialize(*model_, /*seed=*/1, device_);
     block_ = &module_at<LlamaBlockImpl>(*model_, kBlock);
     std::tie(cos_, sin_) = nn::call(module_at<nn::RotaryEmbeddingImpl>(*model_, "rotary"), what.tokens, std::optional<at::Tensor>(), device_);

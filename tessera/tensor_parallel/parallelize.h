@@ -50,8 +50,8 @@ struct TensorParallelOptions {
   /// Of a module with values, of which each rank keeps its part: whether the whole is the same on all ranks, or rank 0's. Experts that are dealt already are
   /// left out; a module on meta has no values yet.
   ReplicaStart replicas = ReplicaStart::Check;
-  /// Whether a forward refuses what was updated by one rank's term of its gradient (nn::sum_terms forgotten). Until terms are summed for the first time: one
-  /// number a parameter. An engine that sums them itself needs none.
+  /// Whether a forward refuses what was updated by one rank's term of its gradient (nn::sum_terms forgotten), or is whole and other on another rank
+  /// (nn::require_alike). Until terms are summed for the first time: one number a parameter. An engine that sums them itself needs none.
   bool watch_terms = true;
 };
 

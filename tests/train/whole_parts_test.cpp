@@ -1,11 +1,14 @@
 // Parameters that a plan of tensor parallelism does not name are whole on all ranks, and have to stay so.
 
+#include <memory>
 #include <string>
 
 #include <ATen/core/grad_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tessera/comm/backends/record.h"
+#include "tessera/comm/engine.h"
 #include "tessera/comm/testing.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/mesh/mesh.h"
@@ -77,6 +80,17 @@ TEST(WholeParts, AreWatchedBesideUnevenOnes) {
   });
 }
 
+/// Its collectives tell of themselves and move nothing, so that what ranks hold can't be compared: a step is timed and counted like that.
+TEST(WholeParts, AreNotLookedAtInADryWorld) {
+  const comm::GroupInfo info{.name = "tp", .rank = 0, .size = 2};
+  const comm::Group group(info, comm::make_dry_engine(std::make_shared<comm::Recorder>(), info));
+  Normed net = on_meta([] { return Normed(); });
+  const auto parallel = parallelize_module(net, group, {{"up", ColumnParallel{}}, {"down", RowParallel{}}});
+  materialize(net, 7, testing_support::test_device());
+  const at::Tensor x = at::ones({2, 3, 6}, testing_support::test_device());
+  for (int step = 0; step < 3; ++step) EXPECT_NO_THROW(net(x).square().sum().backward());
+}
+
 /// Each rank's gradient of what works on its heads is of these alone.
 TEST(WholeParts, ThatWorkOnAPartAreRefusedOnceRanksDrift) {
   enum class Sums { Never, EachStep };
@@ -90,7 +104,7 @@ TEST(WholeParts, ThatWorkOnAPartAreRefusedOnceRanksDrift) {
           ParallelPlan plan{{"up", ColumnParallel{}}, {"down", RowParallel{}}};
           if (named) plan.emplace_back("norm", SequenceParallel{});
           const auto parallel = parallelize_module(net, mesh["tp"], plan);
-          const auto sharded = wrapper == "fsdp" ? fully_shard(net, mesh["dp"]) : nullptr;
+          const auto sharded = wrapper == "fsdp" ? fully_shard(net, mesh["dp"], {.device = testing_support::test_device()}) : nullptr;
           materialize(net, 7, testing_support::test_device());
           const at::Tensor x = at::ones({2, 3, 6}, testing_support::test_device()) / 3;
           const auto train = [&] {
