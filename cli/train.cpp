@@ -296,7 +296,7 @@ void check_disk(const Config& config, const OnDisk& what, int local_ranks, bool 
 // of a step.
 void check_host_memory(const Config& config, int size, int attempt, bool on_cpu) {
   const MeshShape mesh = mesh_shape(config.mesh, config.zero.stage, size);
-  const int shards = size_along(mesh, mesh_roles(config).shard);
+  const Sharers shards = sharers(config, mesh);
   const auto environment = comm::read_environment();
   const int local_ranks = environment.launched ? environment.local_size : size;
   const auto parameters = static_cast<double>(num_parameters(config.model));

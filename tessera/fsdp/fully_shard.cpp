@@ -224,6 +224,7 @@ class FullyShardedDataParallel::Impl {
     check_sharded("unshard");
     step_->recover();  // of a pass that ended by an exception
     require(!step_->in_backward() || step_->aborted(), "fully_shard: unshard() was called in a backward pass; call it between steps");
+    take_in();  // what it refuses is refused while the wrapper is whole
     watch_.reset();
     attached_.detach();
     step_->leave();

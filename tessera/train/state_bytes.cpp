@@ -5,6 +5,7 @@
 #include <c10/core/ScalarType.h>
 
 #include "tessera/kernels/adam8bit.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/places.h"
@@ -33,11 +34,11 @@ BytesPerParameter bytes_of(const PlacedElements& kind, const BytesPerParameter& 
   return kind.trained ? trained : BytesPerParameter{.weight = trained.weight};
 }
 
-/// Kinds of elements as shares of the parameters that the model's shape has, and so the bytes of weights in fewer bits.
-CountedElements shares_of(const Config& config) {
+/// Kinds of elements as shares of the parameters that the model's shape has, and so the bytes of weights in fewer bits. `experts`: whether they are told apart.
+CountedElements shares_of(const Config& config, bool experts = false) {
   const auto& [params, optimizer] = std::tie(config.offload.params, config.offload.optimizer);
   const bool whole = config.lora.modules.empty() && config.quantize.modules.empty();
-  if (whole && params.by_pattern.empty() && optimizer.by_pattern.empty()) {  // all alike, and nothing has to be laid out
+  if (whole && !experts && params.by_pattern.empty() && optimizer.by_pattern.empty()) {  // all alike, and nothing has to be laid out
     return {.elements = {{.params = place_of("offload.params", params, {}), .optimizer = place_of("offload.optimizer", optimizer, {}), .count = 1}}};
   }
   CountedElements shares = count_elements(config);
@@ -60,23 +61,29 @@ BytesPerParameter sum_of(const CountedElements& shares, Of&& of) {
   return sum;
 }
 
-/// `whole`: where nothing is sharded.
-BytesPerParameter beside_device(const OffloadConfig& offload, const BytesPerParameter& whole, int stage, int ranks, const PlacedElements& kind) {
-  const auto kept = kept_per_parameter(whole, stage, ranks);
+CountedElements shares_of(const Config& config, const Sharers& sharers) { return shares_of(config, sharers.experts != 1); }
+
+/// Of `kind`; `whole`: where nothing is sharded.
+BytesPerParameter kept_of(const PlacedElements& kind, const BytesPerParameter& whole, int stage, const Sharers& sharers) {
+  return kept_per_parameter(whole, stage, sharers.ranks, kind.expert ? sharers.experts : 1);
+}
+
+BytesPerParameter beside_device(const OffloadConfig& offload, const BytesPerParameter& whole, int stage, const Sharers& sharers, const PlacedElements& kind) {
+  const auto kept = kept_of(kind, whole, stage, sharers);
   BytesPerParameter beside{.state = kind.optimizer == WaitingPlace::Host ? kept.state : 0};
   if (kind.params == WaitingPlace::Host) {
     beside.weight = kept.weight;
     beside.gradient = kept.gradient;
   } else if (kind.params == WaitingPlace::Device && kind.optimizer != WaitingPlace::Device && offload.update == "host") {
-    const int sharers = stage >= 1 ? ranks : 1;  // of an update
-    beside.weight = whole.weight / sharers;
-    beside.gradient = offload.gradients.is("host") ? kept.gradient : whole.gradient / sharers;
+    const auto updated = kept_of(kind, whole, stage >= 1 ? 3 : 0, sharers);
+    beside.weight = updated.weight;
+    beside.gradient = offload.gradients.is("host") ? kept.gradient : updated.gradient;
   }
   return beside;
 }
 
-BytesPerParameter on_disk(const BytesPerParameter& whole, int stage, int ranks, const PlacedElements& kind) {
-  const auto kept = kept_per_parameter(whole, stage, ranks);
+BytesPerParameter on_disk(const BytesPerParameter& whole, int stage, const Sharers& sharers, const PlacedElements& kind) {
+  const auto kept = kept_of(kind, whole, stage, sharers);
   BytesPerParameter there{.state = kind.optimizer == WaitingPlace::Disk ? kept.state : 0};
   if (kind.params == WaitingPlace::Disk) there = {.weight = kept.weight, .gradient = kept.gradient, .state = there.state};
   return there;
@@ -98,28 +105,32 @@ double trained_share(const Config& config) {
   return share;
 }
 
-BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks) {
-  return {.weight = whole.weight / (stage >= 3 ? ranks : 1),
-          .gradient = whole.gradient / (stage >= 2 ? ranks : 1),
-          .state = whole.state / (stage >= 1 ? ranks : 1),
-          .quantized = whole.quantized};
+Sharers sharers(const Config& config, const MeshShape& shape) {
+  const MeshRoles roles = mesh_roles(config);
+  const int apart = config.mesh.ep * config.mesh.expert_tp;
+  return {size_along(shape, roles.shard), deals_experts(config, shape) ? static_cast<double>(size_along(shape, roles.layers)) / apart : 1};
 }
 
-BytesPerParameter beside_device_per_parameter(const Config& config, int ranks) {
-  const auto trained = bytes_of_trained(config);
-  return sum_of(shares_of(config),
-                [&](const PlacedElements& kind) { return beside_device(config.offload, bytes_of(kind, trained), config.zero.stage, ranks, kind); });
+BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks, double part) {
+  const auto held = [&](double bytes, int sharded_from) { return stage >= sharded_from ? bytes / ranks : bytes * part; };
+  return {.weight = held(whole.weight, 3), .gradient = held(whole.gradient, 2), .state = held(whole.state, 1), .quantized = whole.quantized};
 }
 
-BytesPerParameter on_host_per_parameter(const Config& config, int ranks, bool on_cpu) {
+BytesPerParameter beside_device_per_parameter(const Config& config, const Sharers& sharers) {
   const auto trained = bytes_of_trained(config);
-  const CountedElements shares = shares_of(config);
+  return sum_of(shares_of(config, sharers),
+                [&](const PlacedElements& kind) { return beside_device(config.offload, bytes_of(kind, trained), config.zero.stage, sharers, kind); });
+}
+
+BytesPerParameter on_host_per_parameter(const Config& config, const Sharers& sharers, bool on_cpu) {
+  const auto trained = bytes_of_trained(config);
+  const CountedElements shares = shares_of(config, sharers);
   const bool streamed = config.offload.params.is("device") && config.offload.gradients.is("host");
   BytesPerParameter mean = sum_of(shares, [&](const PlacedElements& kind) {
     const auto whole = bytes_of(kind, trained);
-    auto here = beside_device(config.offload, whole, config.zero.stage, ranks, kind);
+    auto here = beside_device(config.offload, whole, config.zero.stage, sharers, kind);
     if (!on_cpu) return here;
-    const auto kept = kept_per_parameter(whole, config.zero.stage, ranks);
+    const auto kept = kept_of(kind, whole, config.zero.stage, sharers);
     if (kind.params == WaitingPlace::Device) here.weight += kept.weight;
     if (kind.params == WaitingPlace::Device && !streamed) here.gradient += kept.gradient;
     if (kind.optimizer == WaitingPlace::Device) here.state += kept.state;
@@ -129,18 +140,18 @@ BytesPerParameter on_host_per_parameter(const Config& config, int ranks, bool on
   return mean;
 }
 
-BytesPerParameter on_disk_per_parameter(const Config& config, int ranks) {
+BytesPerParameter on_disk_per_parameter(const Config& config, const Sharers& sharers) {
   const auto trained = bytes_of_trained(config);
-  return sum_of(shares_of(config), [&](const PlacedElements& kind) { return on_disk(bytes_of(kind, trained), config.zero.stage, ranks, kind); });
+  return sum_of(shares_of(config, sharers), [&](const PlacedElements& kind) { return on_disk(bytes_of(kind, trained), config.zero.stage, sharers, kind); });
 }
 
-DiskTraffic disk_traffic_per_parameter(const Config& config, int ranks, int64_t micro_batches) {
+DiskTraffic disk_traffic_per_parameter(const Config& config, const Sharers& sharers, int64_t micro_batches) {
   const auto trained = bytes_of_trained(config);
   const auto passes = static_cast<double>(micro_batches), reductions = config.zero.accumulate == "whole" ? 1.0 : passes;
   const double gathers = (config.zero.reshard_after_forward ? 2 : 1) * passes, clips = config.optim.max_grad_norm > 0 ? 1 : 0;
   DiskTraffic traffic;
-  for (const PlacedElements& kind : shares_of(config).elements) {
-    const auto there = on_disk(bytes_of(kind, trained), config.zero.stage, ranks, kind);
+  for (const PlacedElements& kind : shares_of(config, sharers).elements) {
+    const auto there = on_disk(bytes_of(kind, trained), config.zero.stage, sharers, kind);
     const double updates = kind.trained ? 1 : 0;
     traffic.write += kind.count * (there.state + updates * there.weight + (reductions + clips) * there.gradient);
     traffic.read += kind.count * (there.state + (gathers + updates) * there.weight + (reductions + clips + 1) * there.gradient);

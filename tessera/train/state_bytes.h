@@ -1,6 +1,7 @@
 #pragma once
 
 #include "tessera/config/config.h"
+#include "tessera/mesh/mesh.h"
 
 namespace tessera {
 
@@ -21,16 +22,26 @@ BytesPerParameter bytes_per_parameter(const Config& config);
 /// How many elements are trained, as a share of the parameters that the model's shape has: 1, but for [lora].
 double trained_share(const Config& config);
 
+/// Who shares out what is sharded. Experts are dealt over these ranks and those of mesh.tp (expert_grid), so that a rank has another part of them than of the
+/// rest of the model also of what nothing shards.
+struct Sharers {
+  Sharers(int ranks, double experts = 1) : ranks(ranks), experts(experts) {}  // NOLINT(google-explicit-constructor)
+
+  int ranks;       ///< of mesh.dp_shard and mesh.cp
+  double experts;  ///< of an expert, where nothing is sharded, as a multiple of what a rank has of another layer: tp / (ep * expert_tp)
+};
+Sharers sharers(const Config& config, const MeshShape& shape);
+
 /// What a rank keeps per parameter of the model, in bytes, with zero.stage `stage` over `ranks` of mesh.dp_shard:
-/// none w+g+k; 1 w+g+k/N; 2 w+(g+k)/N; 3 (w+g+k)/N. Each of the parts apart.
-BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks);
+/// none w+g+k; 1 w+g+k/N; 2 w+(g+k)/N; 3 (w+g+k)/N. Each of the parts apart. Of what is not sharded it has `part`.
+BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks, double part = 1);
 
 /// What of that lies on the host beside the device, as [offload] says, when most does: parts that live there; the copies and gradients of what the host's cores
 /// update (HostOptimizer, HostGradients). What is on disk is nowhere here. Where patterns say so, the mean over the model's elements.
-BytesPerParameter beside_device_per_parameter(const Config& config, int ranks);
+BytesPerParameter beside_device_per_parameter(const Config& config, const Sharers& sharers);
 
 /// What a rank needs of the memory of its host: what lies beside the device, and where the device is the host (`on_cpu`), what lies on it as well.
-BytesPerParameter on_host_per_parameter(const Config& config, int ranks, bool on_cpu);
+BytesPerParameter on_host_per_parameter(const Config& config, const Sharers& sharers, bool on_cpu);
 
 /// What a step of `micro_batches` writes to a rank's files in offload.dir and reads from them, in bytes a parameter, where the host has no memory to keep any
 /// of it: state out and in, slices once for each gather and for the update, gradients as they are added up, normed, clipped and used. Of what is frozen slices
@@ -38,9 +49,9 @@ BytesPerParameter on_host_per_parameter(const Config& config, int ranks, bool on
 struct DiskTraffic {
   double write = 0, read = 0;
 };
-DiskTraffic disk_traffic_per_parameter(const Config& config, int ranks, int64_t micro_batches);
+DiskTraffic disk_traffic_per_parameter(const Config& config, const Sharers& sharers, int64_t micro_batches);
 
 /// What a rank's files in offload.dir hold of it from step to step.
-BytesPerParameter on_disk_per_parameter(const Config& config, int ranks);
+BytesPerParameter on_disk_per_parameter(const Config& config, const Sharers& sharers);
 
 }  // namespace tessera

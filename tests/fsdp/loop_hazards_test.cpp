@@ -148,6 +148,25 @@ TEST(FullyShardLoop, OneRanksFileIsNotEverybodysSlices) {
   });
 }
 
+TEST(FullyShardLoop, UnshardThatIsRefusedLeavesTheWrapperAtWork) {
+  for (const auto trigger : kBoth) {
+    run_ranks(2, [&](World& world) {
+      nn::Linear layer(nn::LinearOptions(3, 4).bias(false));
+      fill_parameters(*layer);
+      const at::Tensor x = at::ones({1, 3}), expected = layer(x).detach();
+      auto sharded = fully_shard(layer, world.group(), {.trigger = trigger});
+      const at::Tensor slice = layer->weight.detach().clone();
+      layer->weight.set_data(at::ones({5, 5}));
+      EXPECT_THAT(refusal([&] { unshard(layer); }), HasSubstr("was given a tensor of shape [5, 5]"));
+      layer->weight.set_data(slice);
+      EXPECT_TRUE(layer(x).equal(expected));
+      unshard(layer);
+      EXPECT_EQ(layer->weight.sizes(), at::IntArrayRef({4, 3}));
+      EXPECT_TRUE(layer(x).equal(expected));
+    });
+  }
+}
+
 /// What the refusal says helps: until it is done, it is refused again.
 TEST(FullyShardLoop, AfterOneRanksSlicesTheWholeIsTakenIn) {
   for (const auto trigger : kBoth) {

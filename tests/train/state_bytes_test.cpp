@@ -120,6 +120,29 @@ TEST(StateBytes, OnDiskAreTheSlicesAndTheirTraffic) {
   EXPECT_NEAR(on_host_per_parameter(blocks, 2, /*on_cpu=*/true).total(), share * 4 + (1 - share) * 8, 1e-9) << "and all of the rest";
 }
 
+// Experts are dealt over ranks of their own (mesh.ep, mesh.expert_tp), and not cut by mesh.tp: refusals of what no host could hold count a rank's part.
+TEST(StateBytes, OfExpertsAreWhatTheTrackerMeasures) {
+  for (const auto& [sets, ranks] : std::vector<std::pair<Sets, int>>{{{"zero.stage=1", "mesh.ep=2"}, 2},
+                                                                     {{"zero.stage=2", "mesh.ep=2"}, 2},
+                                                                     {{"zero.stage=3", "mesh.ep=2"}, 2},
+                                                                     {{"zero.stage=2", "mesh.ep=2"}, 4},
+                                                                     {{"run.deterministic=true", "mesh.ep=2"}, 2},
+                                                                     {{"mesh.tp=2"}, 2},
+                                                                     {{"zero.stage=1", "mesh.tp=2"}, 4},
+                                                                     {{"zero.stage=1", "mesh.tp=2", "mesh.ep=2", "mesh.expert_tp=2"}, 4}}) {
+    SCOPED_TRACE(::testing::PrintToString(sets));
+    Sets all{"model.family=mixtral", "model.experts=4", "model.experts_per_token=2"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    const Config config = testing_support::formula_config(all);
+    const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, ranks);
+    const auto expected = on_host_per_parameter(config, sharers(config, shape), /*on_cpu=*/true), measured = testing_support::held_bytes(config, ranks).state();
+    const int tp = size_along(shape, "tp");
+    EXPECT_NEAR(tp * measured.weight, expected.weight, 0.01 * expected.total());
+    EXPECT_NEAR(tp * measured.gradient, expected.gradient, 0.01 * expected.total());
+    EXPECT_NEAR(tp * measured.state, expected.state, 0.01 * expected.total());
+  }
+}
+
 // Of what [lora] freezes there is a weight alone, and of what [quantize] names some bits, which nothing shards.
 TEST(StateBytes, OfWhatIsFrozenAreWhatTheTrackerMeasures) {
   constexpr double kNear = 0.05;  // of a byte: A and B, 4% as many elements as the model, keep 0.7 bytes of each parameter of it

@@ -12,6 +12,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/mesh/mesh.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/embedding.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
