@@ -11,6 +11,7 @@
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/data_parallel/tree_reduction.h"
 #include "tessera/fsdp/fully_shard.h"
+#include "tessera/mesh/mesh.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
 #include "tessera/nn/sample_scope.h"
