@@ -304,9 +304,10 @@ void check_host_memory(const Config& config, int size, int attempt, bool on_cpu)
   const bool first = environment.rank == 0;
   const bool activations = config.offload.activations.uses("disk") && comes_first(attempt);
   const int64_t micro_batches = chunk(config.batch.global_size / config.batch.micro_size, size_along(mesh, mesh_roles(config).batch), 0).second;
-  const DiskTraffic traffic = disk_traffic_per_parameter(config, shards, micro_batches);
+  const auto parts = on_disk_per_parameter(config, shards);
+  const DiskTraffic traffic = parts.total() > 0 ? disk_traffic_per_parameter(config, shards, micro_batches) : DiskTraffic();
   OnDisk on_disk{.keys = config.offload.params.uses("disk") ? "offload.params" : "offload.optimizer",
-                 .bytes = static_cast<int64_t>(on_disk_per_parameter(config, shards).total() * here),
+                 .bytes = static_cast<int64_t>(parts.total() * here),
                  .step = {.write = traffic.write * here, .read = traffic.read * here}};
   const bool states = on_disk.bytes > 0;
   // By the formula: with activations, a lower bound, so that no dry run is made of what is far too much.
@@ -328,7 +329,6 @@ void check_host_memory(const Config& config, int size, int attempt, bool on_cpu)
           " (ulimit -d or -v); raise that limit, set offload.optimizer = disk",
           config.zero.stage == 3 ? " (with offload.params and offload.gradients = disk, which leave units in use alone)" : "", ", or use ", narrower,
           "more ranks with zero.stage = 3 or mesh.tp");
-  const auto parts = on_disk_per_parameter(config, shards);
   const auto mapped = config.offload.params.uses("disk") ? static_cast<int64_t>((parts.weight + parts.gradient) * here / local_ranks) : 0;
   rlimit addresses{};
   require(mapped == 0 || ::getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur == RLIM_INFINITY ||

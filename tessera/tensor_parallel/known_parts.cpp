@@ -29,7 +29,7 @@ bool is_recorded(const nn::Values& inputs) {
 
 KnownParts::KnownParts(std::string axis, const std::vector<at::Tensor>& parameters, bool watches_terms)
     : axis_(std::move(axis)), watches_terms_(watches_terms) {
-  for (const at::Tensor& parameter : parameters) parts_.push_back({nn::slice_of(parameter).name, Weak(parameter.getIntrusivePtr())});
+  for (const at::Tensor& parameter : parameters) parts_.push_back({nn::slice_of(parameter).name, WeakTensor(parameter.getIntrusivePtr())});
 }
 
 nn::Values KnownParts::call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) {

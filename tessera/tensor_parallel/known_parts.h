@@ -16,6 +16,8 @@
 /// What a program does to parameters whose gradients, or values, ranks have to meet for: forwards look.
 namespace tessera::tensor_parallel {
 
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 /// Refuses to compute with parts of which libtorch has forgotten what they are parts of: gradients would miss the other ranks' terms, and checkpoints would
 /// take a part for the whole. And with parameters that were updated by a term of their gradient, each rank by another; of those that a wrapper shards, whoever
 /// clips or updates its parts looks.
@@ -28,10 +30,9 @@ class KnownParts final : public nn::Interceptor {
   const std::string& axis() const { return axis_; }
 
  private:
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   struct Part {
     std::string name;
-    Weak tensor;
+    WeakTensor tensor;
     bool is_looked_after = false;               ///< no term, or terms were summed
     std::shared_ptr<at::Tensor> at_gradient{};  ///< the sum of its values when a gradient came
     Attachment listening{};
@@ -57,7 +58,7 @@ class WholeParts final : public nn::Interceptor {
  private:
   comm::Group group_;
   const nn::Module* first_ = nullptr;
-  std::vector<std::pair<std::string, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>> parts_;
+  std::vector<std::pair<std::string, WeakTensor>> parts_;
   int64_t passes_ = 0;
 };
 
