@@ -26,6 +26,7 @@ struct OperatorEvent {
   bool again = false;                                  ///< computed a second time, by recompute
   bool crosses = false;                                ///< between the host and the device beside it
   bool on_host = false;                                ///< what it makes or changes lies beside the device; where nothing crosses the host's cores run it
+  bool causal = false;                                 ///< attention of a triangle: half of its FLOPs, which are those of the square, are never computed
   bool operator==(const OperatorEvent&) const = default;
 };
 

@@ -34,7 +34,9 @@ class OperatorEvents final : public OperatorHooks {
     const auto& declared = operation.schema().arguments();
     for (size_t i = 0; i < declared.size(); ++i) {
       const auto* alias = declared[i].alias_info();
-      for_each_tensor(operation.arguments()[i], [&](const at::Tensor& tensor) {
+      const c10::IValue& argument = operation.arguments()[i];
+      if (argument.isBool() && declared[i].name() == "is_causal") ran.causal = argument.toBool();  // as attention calls it on every device, backward as well
+      for_each_tensor(argument, [&](const at::Tensor& tensor) {
         note(tensor, event.reads, ran.read_bytes, from);
         if (alias != nullptr && alias->isWrite()) note(tensor, event.writes, ran.written_bytes, to);
       });

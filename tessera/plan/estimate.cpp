@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <string>
 
 #include "tessera/models/flops.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/train/places.h"
+#include "tessera/train/state_bytes.h"
 
 // The textbook's sums: 6 FLOPs a parameter and token, a bubble of (p-1)/(v m), tensor parallelism's four reductions of the stream a layer, data parallelism's
 // two shares of the gradients (three gathers at stage 3), 34 bytes an element of the stream and layer (Korthikanti et al., arXiv:2205.05198). Which layout is
@@ -17,23 +18,21 @@ namespace {
 
 double bytes_of(const std::string& format) { return format == "bf16" || format == "fp16" ? 2 : 4; }
 
-/// Of an element; nothing where it depends on shapes or patterns.
-double optimizer_bytes(const OptimConfig& optim) {
-  static const std::map<std::string, double> known{{"adamw", 8}, {"lion", 4}, {"adam8bit", 2}};
-  const auto found = known.find(optim.name);
-  if (found == known.end() || !optim.groups.empty()) return 0;
-  return optim.name != "adam8bit" && optim.state_dtype == "bf16" ? found->second / 2 : found->second;
-}
-
 }  // namespace
 
 Estimator::Estimator(const Config& config, int world, const Machine& machine) : config_(config), world_(world), machine_(machine) {
+  precision::settle_compute(config_, at::kMeta, precision::Saying::Silent);  // of a caller who has not
   active_ = static_cast<double>(num_active_parameters(config.model));
   const CountedElements counted = count_elements(config);
   quantized_ = counted.quantized_bytes;
   for (const PlacedElements& kind : counted.elements) {
     Elements& elements = kind.trained ? trained_ : frozen_;
     (kind.expert ? elements.experts : elements.dense) += kind.count;
+    const BytesPerParameter one = bytes_of(kind, config_);
+    BytesPerParameter& whole = kind.expert ? kept_of_experts_ : kept_of_dense_;
+    whole.weight += kind.count * one.weight;
+    whole.gradient += kind.count * one.gradient;
+    whole.state += kind.count * one.state;
   }
 }
 
@@ -44,16 +43,17 @@ Estimate Estimator::operator()(const LayoutChoice& c) const {
   const ModelConfig& model = config.model;
   const auto layers = static_cast<double>(model.layers), dim = static_cast<double>(model.dim), seq = static_cast<double>(config.data.seq_len);
   const auto ffn = static_cast<double>(model.ffn_dim.value_or(model.dim * 8 / 3)) * (model.experts > 0 ? static_cast<double>(model.experts_per_token) : 1);
-  const double trained = trained_.held(c), frozen = frozen_.held(c);
+  const double parts_of_experts = c.ep * config.mesh.expert_tp;
+  const double trained = trained_.held(c, parts_of_experts), frozen = frozen_.held(c, parts_of_experts);
   const double element = bytes_of(config.precision.compute);
 
-  const double kept = bytes_of(config.precision.params), master = kept < 4 && config.precision.master == "fp32" ? 4 : 0;
   const double shards = c.shard * c.cp;
   Estimate found;
-  const double state = (optimizer_bytes(config.optim) + master) / (c.stage >= 1 ? shards : 1);
-  const double whole = kept / (c.stage >= 3 ? shards : 1);
-  // What is frozen has neither gradient nor optimizer state, and nothing shards what is in fewer bits.
-  found.state_bytes = trained * (whole + kept / (c.stage >= 2 ? shards : 1) + (c.host_optimizer ? 0 : state)) + frozen * whole + quantized_ / c.tp / c.pp;
+  // Whatever deals experts, what is sharded of them is so over all ranks of dp_shard, cp and tp; and nothing shards what is in fewer bits.
+  const auto dense = kept_per_parameter(kept_of_dense_, c.stage, c.shard * c.cp),
+             experts = kept_per_parameter(kept_of_experts_, c.stage, c.shard * c.cp, c.tp / parts_of_experts);
+  const double state = (dense.state + experts.state) / c.tp / c.pp;
+  found.state_bytes = (dense.weight + dense.gradient + experts.weight + experts.gradient + quantized_) / c.tp / c.pp + (c.host_optimizer ? 0 : state);
   if (c.offload) found.state_bytes = 0;
 
   const auto m = static_cast<double>(c.micro_batches(world));
@@ -115,7 +115,10 @@ Estimate Estimator::operator()(const LayoutChoice& c) const {
                                       (c.cp - 1) / link(c.cp, c.tp).bandwidth;
   found.seconds = std::max(computing + elsewhere + tensor + exchange + 0.5 * ring, asked) * (1 + idle) + std::max(0.3 * sharded, sharded - hidden);
   // The update reads and writes the state, a copy and a gradient; then the parameters come back.
-  if (c.host_optimizer) found.seconds += trained * ((2 * state + 3 * kept) / machine.device.host_memory + 2 * kept / machine.device.host_link);
+  if (c.host_optimizer) {
+    const double copy = trained * bytes_of(config.precision.params);
+    found.seconds += (2 * state + 3 * copy) / machine.device.host_memory + 2 * copy / machine.device.host_link;
+  }
   return found;
 }
 

@@ -3,6 +3,7 @@
 #include "tessera/config/config.h"
 #include "tessera/plan/layout_choice.h"
 #include "tessera/plan/machine.h"
+#include "tessera/train/state_bytes.h"
 
 namespace tessera::plan {
 
@@ -24,15 +25,17 @@ class Estimator {
   /// Parameters by what cuts them: mesh.tp, and mesh.ep.
   struct Elements {
     double dense = 0, experts = 0;
-    double held(const LayoutChoice& c) const { return (dense / c.tp + experts / c.ep) / c.pp; }
+    /// That a rank computes with.
+    double held(const LayoutChoice& c, double parts_of_experts) const { return (dense / c.tp + experts / parts_of_experts) / c.pp; }
   };
 
   Config config_;
   int world_;
   Machine machine_;
   Elements trained_{}, frozen_{};
-  double active_ = 0;     ///< parameters that a token meets
-  double quantized_ = 0;  ///< bytes of the weights in fewer bits, whole
+  BytesPerParameter kept_of_dense_{}, kept_of_experts_{};  ///< of the whole model, where nothing is sharded
+  double active_ = 0;                                      ///< parameters that a token meets
+  double quantized_ = 0;                                   ///< bytes of the weights in fewer bits, whole
 };
 
 }  // namespace tessera::plan

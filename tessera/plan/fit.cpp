@@ -4,6 +4,7 @@
 #include <string_view>
 #include <utility>
 
+#include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
@@ -64,8 +65,16 @@ std::vector<Choice> stages(const Config& config, int world) {
   return choices;
 }
 
+/// What makes of another batch.micro_size another training run; empty where nothing does.
+std::string bound_to_micro_size(const Config& config) {
+  if (config.mesh.pp > 1 && is_asynchronous(config.pipeline.schedule))
+    return "pipeline.schedule = " + config.pipeline.schedule;  // of whose updates it is the batch
+  return terms_of_a_micro_batch(config);
+}
+
 std::vector<Choice> micro_batches(const Config& config) {
   std::vector<Choice> choices{{}};
+  if (!bound_to_micro_size(config).empty()) return choices;
   int price = 0;
   for (int64_t size = config.batch.micro_size / 2; size >= 1; size /= 2) {
     price += kHalfMicroBatch;
@@ -92,6 +101,7 @@ std::vector<Choice> recomputations(const Config& config) {
 /// keeps.
 std::vector<Choice> pipelines(const Config& config, int world) {
   std::vector<Choice> choices{{}};
+  if (is_asynchronous(config.pipeline.schedule)) return choices;  // it says what is trained, and where there are no stages yet, another number would
   const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);
   const MeshRoles roles = mesh_roles(config);
   if (size_along(shape, roles.stages) > 1) {
@@ -155,6 +165,7 @@ std::vector<Sets> cheaper_settings(const Config& config, int world) {
 FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience) {
   const auto until = std::chrono::steady_clock::now() + patience;
   FitSearch search{.now = tried(dry_run(config, world), {})};
+  if (config.batch.micro_size > 1) search.bound_to_micro_size = bound_to_micro_size(config);
   for (auto& sets : cheaper_settings(config, world)) {
     if (std::chrono::steady_clock::now() > until) {
       search.complete = false;

@@ -25,15 +25,17 @@ struct FitSearch {
   std::vector<Setting> tried{};  ///< in this order
   bool fits = false;             ///< the last one tried does
   bool complete = true;          ///< false: patience ended first
+  /// Settings with which a smaller batch.micro_size would be another training run, so that none was tried; empty where there are none.
+  std::string bound_to_micro_size{};
 
   /// The one that fits; else the one of those tried with the smallest peak; null where nothing could be tried.
   const Setting* best() const;
 };
 
 /// Changes of settings that need less memory and give the same training run, the cheapest first, without a dry run: zero.stage where there are several data
-/// ranks, smaller micro-batches (the batch stays), recompute.mode, a pipeline's schedule, or mesh.pp over the data ranks where each has at least four
-/// micro-batches a stage, and all combinations of them. The order is that of a fixed table of prices in fit.cpp: stage 1 sends what plain data parallelism
-/// sends, stage 3 half as much again, full recompute adds up to a third of the FLOPs.
+/// ranks, smaller micro-batches (the batch stays; not where they are part of the objective, or of an update), recompute.mode, a pipeline's schedule, or mesh.pp
+/// over the data ranks where each has at least four micro-batches a stage, and all combinations of them. The order is that of a fixed table of prices in
+/// fit.cpp: stage 1 sends what plain data parallelism sends, stage 3 half as much again, full recompute adds up to a third of the FLOPs.
 std::vector<std::vector<std::string>> cheaper_settings(const Config& config, int world);
 
 /// Tries them by dry run, up to the first whose peak is `limit` bytes at most. Settings that the configuration's rules refuse are passed over.

@@ -48,10 +48,12 @@ bool starts_with_any(std::string_view name, std::initializer_list<std::string_vi
 }
 
 bool is_attention(std::string_view name) { return name.find("attention") != std::string_view::npos; }
+/// Of rows by groups, each with a matrix of its own.
+bool is_grouped(std::string_view name) { return name.starts_with("tessera::grouped_product"); }
 /// Whose operands have another type than its result.
 bool multiplies_fp8(std::string_view name) { return name.starts_with("aten::_scaled_mm"); }
 bool is_product(std::string_view name) {
-  return starts_with_any(name, {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul", "tessera::grouped_product"}) ||
+  return starts_with_any(name, {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul"}) || is_grouped(name) ||
          multiplies_fp8(name);
 }
 bool is_view(std::string_view name) { return name == "aten::_unsafe_view"; }
@@ -107,13 +109,15 @@ double operator_seconds(const OperatorEvent& ran, const DeviceRates& device, con
   if (ran.flops == 0) return crossing;
   const c10::ScalarType type = multiplies_fp8(ran.name) ? at::kFloat8_e4m3fn : ran.dtype;
   const double rate = rate_of(type, device);
-  if (is_attention(ran.name)) return std::max(ran.flops / 2 / (rate * device.attention_share), crossing);
+  if (is_attention(ran.name)) return std::max(ran.flops / (ran.causal ? 2 : 1) / (rate * device.attention_share), crossing);
   if (!is_product(ran.name) || ran.shape.size() < 2) return std::max(ran.flops / (rate * device.product_share), crossing);
   const int64_t m = ran.shape[ran.shape.size() - 2], n = ran.shape.back();
   const int64_t batch = std::accumulate(ran.shape.begin(), ran.shape.end() - 2, int64_t{1}, std::multiplies<>());
   if (m * n * batch == 0) return 0;
   const auto k = static_cast<int64_t>(ran.flops / (2.0 * static_cast<double>(m * n * batch)));
-  return std::max(product_seconds(m, n, k, batch, static_cast<int64_t>(c10::elementSize(type)), rate, device), multiplies_fp8(ran.name) ? crossing : 0);
+  // By its shape alone one would be of another type, and of groups one matrix would cross the memory for all.
+  const bool moves_other_bytes = multiplies_fp8(ran.name) || is_grouped(ran.name);
+  return std::max(product_seconds(m, n, k, batch, static_cast<int64_t>(c10::elementSize(type)), rate, device), moves_other_bytes ? crossing : 0);
 }
 
 }  // namespace tessera::plan

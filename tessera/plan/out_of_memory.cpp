@@ -39,12 +39,15 @@ std::string what_was_refused(const OutOfMemory& failure, int64_t device_limit) {
 
 std::string way_out(const FitSearch& search) {
   const Setting* const best = search.best();
+  const std::string micro_size = search.bound_to_micro_size.empty()
+                                     ? ""
+                                     : fmt::format("; a smaller batch.micro_size needs less, and trains otherwise with {}", search.bound_to_micro_size);
   if (!best && !search.complete) return "there was no time to try settings that need less (tessera plan --search chooses among layouts as well)";
-  if (!best) return "there is no setting left that needs less; use more ranks, or a smaller model";
+  if (!best) return "there is no setting left that needs less; use more ranks, or a smaller model" + micro_size;
   const std::string peak = format_bytes(total_of(best->peak));
   if (search.fits) return fmt::format("the cheapest setting that would fit: {} (peak {})", flags_of(best->sets), peak);
-  return fmt::format("none of {} settings tried would fit{}: the smallest peak, {}, is that of {}", search.tried.size(),
-                     search.complete ? "" : ", and there was no time for more", peak, flags_of(best->sets));
+  return fmt::format("none of {} settings tried would fit{}: the smallest peak, {}, is that of {}{}", search.tried.size(),
+                     search.complete ? "" : ", and there was no time for more", peak, flags_of(best->sets), micro_size);
 }
 
 std::string share(double part, double whole) { return whole > 0 ? fmt::format("{:+.1f}%", 100 * (part / whole - 1)) : std::string("-"); }

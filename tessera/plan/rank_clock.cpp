@@ -26,7 +26,7 @@ void RankClock::read(const Event& event) {
 
 /// Layers repeat each other: what an operator takes is worked out once.
 const RankClock::Cost& RankClock::cost_of(const OperatorEvent& ran) {
-  const auto [at, fresh] = known_.try_emplace({ran.name, ran.flops, ran.read_bytes + ran.written_bytes, ran.shape});
+  const auto [at, fresh] = known_.try_emplace({ran.name, ran.flops, ran.causal, ran.read_bytes + ran.written_bytes, ran.shape});
   if (fresh) {
     const OperatorHabit* habit = machine_.habits.of(ran.name);
     at->second = {.seconds = operator_seconds(ran, machine_.device, habit), .known = has_cost(ran, habit)};

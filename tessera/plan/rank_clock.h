@@ -95,7 +95,7 @@ class RankClock {
   bool acted_ = false;
   RankTime time_;
   std::map<std::string, Placement> places_;
-  std::map<std::tuple<std::string, double, int64_t, std::vector<int64_t>>, Cost> known_;  ///< of operators that came before
+  std::map<std::tuple<std::string, double, bool, int64_t, std::vector<int64_t>>, Cost> known_;  ///< of operators that came before
 };
 
 }  // namespace tessera::plan

@@ -72,7 +72,8 @@ nlohmann::json to_json(const OperatorEvent& ran) {
           {"written_bytes", ran.written_bytes},
           {"again", ran.again},
           {"crosses", ran.crosses},
-          {"on_host", ran.on_host}};
+          {"on_host", ran.on_host},
+          {"causal", ran.causal}};
 }
 
 nlohmann::json to_json(const CollectiveEvent& call) {

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
@@ -284,7 +283,7 @@ class Search {
       add("without tensor parallelism " + nothing_fits([](const LayoutChoice& c) { return c.tp == 1; }));
     }
     if (options_.micro_size && *options_.micro_size != best.choice.micro_size) {
-      const std::string terms = terms_of_a_micro_batch();
+      const std::string terms = terms_of_a_micro_batch(config_);
       if (!terms.empty()) {
         add(fmt::format(
             "batch.micro_size = {0} where it was {1} trains another objective, since these are taken over a micro-batch: {2}; to keep it, plan this "
@@ -292,17 +291,6 @@ class Search {
             best.choice.micro_size, *options_.micro_size, terms));
       }
     }
-  }
-
-  /// Keys of a mixture's settings whose arithmetic knows where a micro-batch ends; none where it does not.
-  std::string terms_of_a_micro_batch() const {
-    if (config_.model.experts == 0) return "";
-    std::vector<std::string> keys;
-    if (config_.moe.balance_loss != 0) keys.emplace_back("moe.balance_loss");
-    if (config_.moe.z_loss != 0) keys.emplace_back("moe.z_loss");
-    if (config_.moe.capacity_factor != 0) keys.emplace_back("moe.capacity_factor");
-    if (config_.model.router == "expert_choice") keys.emplace_back("model.router = expert_choice");
-    return fmt::format("{}", fmt::join(keys, ", "));
   }
 
   /// By formulas, which say what the state needs, and one dry run each.

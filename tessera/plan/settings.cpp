@@ -2,6 +2,8 @@
 
 #include <filesystem>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
 #include "tessera/core/json_text.h"
@@ -26,6 +28,16 @@ std::string flags_of(const std::vector<std::string>& sets) {
   std::string out;
   for (const auto& set : sets) out += (out.empty() ? "--set " : " --set ") + set;
   return out;
+}
+
+std::string terms_of_a_micro_batch(const Config& config) {
+  if (config.model.experts == 0) return "";
+  std::vector<std::string> keys;
+  if (config.moe.balance_loss != 0) keys.emplace_back("moe.balance_loss");
+  if (config.moe.z_loss != 0) keys.emplace_back("moe.z_loss");
+  if (config.moe.capacity_factor != 0) keys.emplace_back("moe.capacity_factor");
+  if (config.model.router == "expert_choice") keys.emplace_back("model.router = expert_choice");
+  return fmt::format("{}", fmt::join(keys, ", "));
 }
 
 }  // namespace tessera::plan

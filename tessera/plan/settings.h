@@ -13,4 +13,8 @@ Config with_settings(const Config& config, const std::vector<std::string>& sets)
 /// "--set zero.stage=1 --set recompute.mode=full".
 std::string flags_of(const std::vector<std::string>& sets);
 
+/// Keys of a mixture's settings whose arithmetic knows where a micro-batch ends, so that another batch.micro_size trains another objective:
+/// "moe.balance_loss, moe.z_loss". Empty where there are none.
+std::string terms_of_a_micro_batch(const Config& config);
+
 }  // namespace tessera::plan

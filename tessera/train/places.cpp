@@ -8,11 +8,13 @@
 #include <tuple>
 #include <utility>
 
+#include "tessera/config/optim_groups.h"
 #include "tessera/core/error.h"
 #include "tessera/models/model.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/paths_to.h"
 #include "tessera/offload/mapped_file.h"
+#include "tessera/optim/groups.h"
 #include "tessera/train/adapters.h"
 #include "tessera/train/compose.h"
 
@@ -142,17 +144,24 @@ CountedElements count_elements(const Config& config) {
   const auto model = on_meta([&] { return make_model(config.model); });
   const Attachment adapted = add_adapters(config, *model);
   CountedElements counted{.elements = {}, .quantized_bytes = static_cast<double>(quantize_frozen(config, *model, at::kMeta).bytes)};
-  using Kind = std::tuple<WaitingPlace, WaitingPlace, bool, bool>;
+  const std::vector<OptimGroup> groups = optim_groups(config.optim);
+  using Kind = std::tuple<WaitingPlace, WaitingPlace, bool, bool, size_t>;
   std::map<Kind, int64_t> elements;
   for (const auto& parameter : nn::unique_parameters(*model)) {
     const bool trained = config.lora.modules.empty() || parameter.tensor.requires_grad();
     const bool expert = parameter.name.find(".experts.") != std::string::npos;
-    elements[{place_of("offload.params", offload.params, parameter), place_of("offload.optimizer", offload.optimizer, parameter), trained, expert}] +=
-        parameter.tensor.numel();
+    const auto group = std::ranges::find_if(groups, [&](const OptimGroup& each) { return optim::is_of(each, parameter.name); });
+    elements[{place_of("offload.params", offload.params, parameter), place_of("offload.optimizer", offload.optimizer, parameter), trained, expert,
+              static_cast<size_t>(group - groups.begin())}] += parameter.tensor.numel();
   }
   for (const auto& [kind, count] : elements) {
-    const auto& [params, optimizer, trained, expert] = kind;
-    counted.elements.push_back({.params = params, .optimizer = optimizer, .trained = trained, .expert = expert, .count = static_cast<double>(count)});
+    const auto& [params, optimizer, trained, expert, group] = kind;
+    counted.elements.push_back({.params = params,
+                                .optimizer = optimizer,
+                                .trained = trained,
+                                .expert = expert,
+                                .optim = group < groups.size() ? groups[group].settings : config.optim,
+                                .count = static_cast<double>(count)});
   }
   return counted;
 }

@@ -35,6 +35,7 @@ struct PlacedElements {
   WaitingPlace params = WaitingPlace::Device, optimizer = WaitingPlace::Device;
   bool trained = true;  ///< else frozen beside what [lora] adds: a weight, without gradient or state
   bool expert = false;  ///< of an expert, which mesh.ep deals
+  OptimConfig optim;    ///< what updates them: the section, or the group of optim.groups that they are of
   double count = 0;
 };
 

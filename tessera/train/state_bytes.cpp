@@ -15,11 +15,10 @@ namespace tessera {
 namespace {
 
 /// Of one that is trained.
-BytesPerParameter bytes_of_trained(const Config& config) {
+BytesPerParameter bytes_of_trained(const Config& config, const OptimConfig& optim) {
   const auto policy = precision::policy_from(config.precision);
   const auto bytes = [](at::ScalarType dtype) { return static_cast<double>(c10::elementSize(dtype)); };
   const auto state_of = [&](double master) {  // of an element of a large matrix; Adafactor's sums of rows and columns are next to nothing
-    const OptimConfig& optim = config.optim;
     const double average = optim.state_dtype == "bf16" ? bytes(at::kBFloat16) : master;
     if (optim.name == "adamw") return 2 * average;
     if (optim.name == "adam8bit") return 2 + 8.0 / kernels::kAdam8bitBlock;
@@ -30,16 +29,23 @@ BytesPerParameter bytes_of_trained(const Config& config) {
           .state = state_of(bytes(policy.master)) + (policy.has_masters() ? bytes(policy.master) : 0)};
 }
 
-BytesPerParameter bytes_of(const PlacedElements& kind, const BytesPerParameter& trained) {
+}  // namespace
+
+BytesPerParameter bytes_of(const PlacedElements& kind, const Config& config) {
+  const auto trained = bytes_of_trained(config, kind.optim);
   return kind.trained ? trained : BytesPerParameter{.weight = trained.weight};
 }
+
+namespace {
 
 /// Kinds of elements as shares of the parameters that the model's shape has, and so the bytes of weights in fewer bits. `experts`: whether they are told apart.
 CountedElements shares_of(const Config& config, bool experts = false) {
   const auto& [params, optimizer] = std::tie(config.offload.params, config.offload.optimizer);
-  const bool whole = config.lora.modules.empty() && config.quantize.modules.empty();
+  const bool whole = config.lora.modules.empty() && config.quantize.modules.empty() && config.optim.groups.empty();
   if (whole && !experts && params.by_pattern.empty() && optimizer.by_pattern.empty()) {  // all alike, and nothing has to be laid out
-    return {.elements = {{.params = place_of("offload.params", params, {}), .optimizer = place_of("offload.optimizer", optimizer, {}), .count = 1}}};
+    return {
+        .elements = {
+            {.params = place_of("offload.params", params, {}), .optimizer = place_of("offload.optimizer", optimizer, {}), .optim = config.optim, .count = 1}}};
   }
   CountedElements shares = count_elements(config);
   const auto parameters = static_cast<double>(num_parameters(config.model));
@@ -93,7 +99,7 @@ BytesPerParameter on_disk(const BytesPerParameter& whole, int stage, const Share
 
 BytesPerParameter bytes_per_parameter(const Config& config) {
   const CountedElements shares = shares_of(config);
-  BytesPerParameter mean = sum_of(shares, [&, trained = bytes_of_trained(config)](const PlacedElements& kind) { return bytes_of(kind, trained); });
+  BytesPerParameter mean = sum_of(shares, [&](const PlacedElements& kind) { return bytes_of(kind, config); });
   mean.quantized = shares.quantized_bytes;
   return mean;
 }
@@ -117,17 +123,15 @@ BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, 
 }
 
 BytesPerParameter beside_device_per_parameter(const Config& config, const Sharers& sharers) {
-  const auto trained = bytes_of_trained(config);
   return sum_of(shares_of(config, sharers),
-                [&](const PlacedElements& kind) { return beside_device(config.offload, bytes_of(kind, trained), config.zero.stage, sharers, kind); });
+                [&](const PlacedElements& kind) { return beside_device(config.offload, bytes_of(kind, config), config.zero.stage, sharers, kind); });
 }
 
 BytesPerParameter on_host_per_parameter(const Config& config, const Sharers& sharers, bool on_cpu) {
-  const auto trained = bytes_of_trained(config);
   const CountedElements shares = shares_of(config, sharers);
   const bool streamed = config.offload.params.is("device") && config.offload.gradients.is("host");
   BytesPerParameter mean = sum_of(shares, [&](const PlacedElements& kind) {
-    const auto whole = bytes_of(kind, trained);
+    const auto whole = bytes_of(kind, config);
     auto here = beside_device(config.offload, whole, config.zero.stage, sharers, kind);
     if (!on_cpu) return here;
     const auto kept = kept_of(kind, whole, config.zero.stage, sharers);
@@ -141,17 +145,15 @@ BytesPerParameter on_host_per_parameter(const Config& config, const Sharers& sha
 }
 
 BytesPerParameter on_disk_per_parameter(const Config& config, const Sharers& sharers) {
-  const auto trained = bytes_of_trained(config);
-  return sum_of(shares_of(config, sharers), [&](const PlacedElements& kind) { return on_disk(bytes_of(kind, trained), config.zero.stage, sharers, kind); });
+  return sum_of(shares_of(config, sharers), [&](const PlacedElements& kind) { return on_disk(bytes_of(kind, config), config.zero.stage, sharers, kind); });
 }
 
 DiskTraffic disk_traffic_per_parameter(const Config& config, const Sharers& sharers, int64_t micro_batches) {
-  const auto trained = bytes_of_trained(config);
   const auto passes = static_cast<double>(micro_batches), reductions = config.zero.accumulate == "whole" ? 1.0 : passes;
   const double gathers = (config.zero.reshard_after_forward ? 2 : 1) * passes, clips = config.optim.max_grad_norm > 0 ? 1 : 0;
   DiskTraffic traffic;
   for (const PlacedElements& kind : shares_of(config, sharers).elements) {
-    const auto there = on_disk(bytes_of(kind, trained), config.zero.stage, sharers, kind);
+    const auto there = on_disk(bytes_of(kind, config), config.zero.stage, sharers, kind);
     const double updates = kind.trained ? 1 : 0;
     traffic.write += kind.count * (there.state + updates * there.weight + (reductions + clips) * there.gradient);
     traffic.read += kind.count * (there.state + (gathers + updates) * there.weight + (reductions + clips + 1) * there.gradient);

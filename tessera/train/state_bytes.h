@@ -5,6 +5,8 @@
 
 namespace tessera {
 
+struct PlacedElements;  // tessera/train/places.h
+
 /// What training keeps of each parameter from step to step, in bytes, where nothing is sharded: w, g and k of ZeRO (arXiv:1910.02054). With [lora] and
 /// [quantize] the mean over the parameters that the model's shape has: of what is frozen there is the weight alone.
 struct BytesPerParameter {
@@ -18,6 +20,9 @@ struct BytesPerParameter {
 
 /// What the settings of precision and optimizer come to: (4, 4, 8) in fp32 with AdamW, (2, 4, 12) in bf16 with fp32 masters.
 BytesPerParameter bytes_per_parameter(const Config& config);
+
+/// The same of the parameters of one kind, by what updates them, or of a frozen one.
+BytesPerParameter bytes_of(const PlacedElements& kind, const Config& config);
 
 /// How many elements are trained, as a share of the parameters that the model's shape has: 1, but for [lora].
 double trained_share(const Config& config);

@@ -10,6 +10,7 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
+#include "tessera/kernels/attention.h"
 #include "tessera/memory/memory.h"
 
 namespace tessera::nn {
@@ -62,6 +63,23 @@ TEST_P(RecordEventsOn, OperatorsOfForwardAndBackwardWithWhatTheyMove) {
   EXPECT_EQ(std::ranges::count(names_of(events), "aten::t"), 0);
   for (size_t i = 0; i < events.size(); ++i) {
     for (const int64_t before : after[i]) EXPECT_LT(before, static_cast<int64_t>(i));
+  }
+}
+
+TEST_P(RecordEventsOn, WhetherAttentionIsCausal) {
+  for (const bool causal : {false, true}) {
+    const at::Tensor q = at::ones({1, 2, 8, 4}, at::device(GetParam())).requires_grad_();
+    {
+      const RecordEvents listening(stream_);
+      kernels::flash_attention(q, q, q, causal).sum().backward();
+    }
+    double flops = 0;
+    for (const auto& ran : only<OperatorEvent>(stream_.take())) {
+      const bool attention = ran.name.find("attention") != std::string::npos;
+      EXPECT_EQ(ran.causal, attention && causal) << ran.name;
+      flops += ran.flops;
+    }
+    EXPECT_EQ(flops, 7 * 2.0 * (2 * 8 * 4) * 8) << "two products forward and five backward, of the square either way";
   }
 }
 

@@ -66,6 +66,29 @@ TEST_F(Fit, CheapSettingsComeFirst) {
               Contains(Sets{"recompute.every=1", "recompute.budget_bytes=0"}));
 }
 
+// What a router's terms are taken over, and what an asynchronous pipeline updates by, is part of what is trained.
+TEST_F(Fit, AMicroBatchThatIsPartOfTheObjectiveStaysAsItIs) {
+  const auto another_size = Contains(Contains(::testing::StartsWith("batch.micro_size")));
+  const auto settings = [&](const std::string& family, Sets sets) { return plan::cheaper_settings(config(family, sets), 2); };
+  const Sets no_terms{"moe.balance_loss=0", "moe.z_loss=0"};
+  EXPECT_THAT(settings("mixtral", {}), AllOf(Not(IsEmpty()), Not(another_size)));
+  EXPECT_THAT(settings("mixtral", no_terms), another_size);
+  for (const std::string one : {"moe.balance_loss=0.01", "moe.z_loss=0.01", "moe.capacity_factor=1.25", "model.router=expert_choice"}) {
+    EXPECT_THAT(settings("mixtral", {no_terms[0], no_terms[1], one}), Not(another_size)) << one;
+  }
+  const Sets piped{"mesh.pp=2", "model.layers=4", "optim.max_grad_norm=0"};
+  const auto another_schedule = Contains(Contains(::testing::StartsWith("pipeline.schedule")));
+  EXPECT_THAT(settings("llama", piped), AllOf(another_size, another_schedule));
+  for (const std::string schedule : {"pipedream", "pipedream_2bw"}) {
+    EXPECT_THAT(settings("llama", {piped[0], piped[1], piped[2], "pipeline.schedule=" + schedule}), AllOf(Not(another_size), Not(another_schedule)))
+        << schedule;
+  }
+  const auto none = plan::find_fit(config("mixtral"), 1, 1000);
+  ASSERT_FALSE(none.fits);
+  EXPECT_THAT(plan::settings_text(none), HasSubstr("a smaller batch.micro_size needs less, and trains otherwise with moe.balance_loss, moe.z_loss"));
+  EXPECT_THAT(plan::settings_text(plan::find_fit(config("mixtral", {"batch.micro_size=1"}), 1, 1000)), Not(HasSubstr("batch.micro_size")));
+}
+
 TEST_F(Fit, FindsTheFirstThatFits) {
   const Config settings = config("llama");
   const int64_t now = peak_of(settings, 2);

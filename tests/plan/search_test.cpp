@@ -11,6 +11,7 @@
 #include "tessera/plan/estimate.h"
 #include "tessera/plan/presets.h"
 #include "tessera/plan/settings.h"
+#include "tessera/train/places.h"
 #include "tests/refusal.h"
 #include "tests/train/fixture.h"
 
@@ -28,9 +29,9 @@ using testing_support::refusal;
 
 class SearchTest : public testing_support::TrainFixture {
  protected:
-  Config small(std::vector<std::string> sets = {}) const {
+  Config small(std::vector<std::string> sets = {}, const std::string& family = "llama") const {
     sets.insert(sets.end(), {"run.steps=3", "model.layers=4", "batch.global_size=16"});
-    Config made = config("llama", sets);
+    Config made = config(family, sets);
     made.run.memory_limit_bytes = int64_t{1} << 40;
     return made;
   }
@@ -73,8 +74,8 @@ TEST_F(SearchTest, NeighboursDifferAndUseEveryRank) {
 /// What leaves a layout out has to be below what the run needs.
 TEST_F(SearchTest, TheStateOfAnEstimateIsALowerBound) {
   const std::string adapted = "lora.modules=layers.*.**", quantized = "quantize.modules=layers.*.**";
-  const auto compared = [&](const std::vector<std::string>& sets, int world) {
-    const Config config = small(sets);
+  const auto compared = [&](const std::vector<std::string>& sets, int world, const std::string& family = "llama") {
+    const Config config = small(sets, family);
     const Estimator guess(config, world, machine());
     int count = 0;
     for (const LayoutChoice& choice : all_choices(config, world, machine(), {16})) {
@@ -94,14 +95,22 @@ TEST_F(SearchTest, TheStateOfAnEstimateIsALowerBound) {
   };
   EXPECT_GE(compared({}, 4), 8);
   // What is trained, and in what, is said of each part, however many there are.
+  const std::string params = "precision.params=bf16", compute = "precision.compute=bf16", reduce = "precision.reduce=bf16", master = "precision.master=bf16";
   for (const std::vector<std::string>& sets : {std::vector<std::string>{"optim.name=lion"},
+                                               {"optim.name=muon"},
+                                               {"optim.groups=[\"layers.*: name = lion\"]"},
+                                               {params, compute},
+                                               {params, compute, reduce},
+                                               {params, compute, reduce, master},
                                                {adapted},
                                                {adapted, "lora.trained=head.weight"},
                                                {adapted, quantized},
                                                {adapted, quantized, "quantize.format=int8", "quantize.block=16"},
                                                {adapted, quantized, "quantize.double_scales=true"}}) {
-    EXPECT_GE(compared(sets, 2), 4);
+    EXPECT_GE(compared(sets, 2), 4) << testing::PrintToString(sets);
   }
+  // Experts are dealt over other ranks than the rest, and so much of the model that what is said of them counts.
+  EXPECT_GE(compared({"model.experts=4", "model.ffn_dim=160"}, 4, "mixtral"), 8);
 }
 
 TEST_F(SearchTest, TheStateOfAnEstimateIsTheTextbooks) {
@@ -112,6 +121,39 @@ TEST_F(SearchTest, TheStateOfAnEstimateIsTheTextbooks) {
   EXPECT_DOUBLE_EQ(guess({.stage = 2, .shard = 4, .batch = 16}).state_bytes, elements * (4 + 12.0 / 4));
   EXPECT_DOUBLE_EQ(guess({.stage = 3, .shard = 2, .batch = 16}).state_bytes, elements * 16 / 2);
   EXPECT_DOUBLE_EQ(guess({.tp = 2, .pp = 2, .batch = 16}).state_bytes, elements * 16 / 4);
+}
+
+/// The same as a run keeps, whatever the precision.
+TEST_F(SearchTest, TheStateOfAnEstimateKnowsThePrecision) {
+  const auto state = [&](const std::vector<std::string>& sets) { return Estimator(small(sets), 1, machine())({.batch = 16}).state_bytes; };
+  const double elements = state({}) / 16;
+  const std::string params = "precision.params=bf16", compute = "precision.compute=bf16", reduce = "precision.reduce=bf16", master = "precision.master=bf16";
+  EXPECT_DOUBLE_EQ(state({params, compute, reduce, master}), elements * (2 + 2 + 4));
+  EXPECT_DOUBLE_EQ(state({params, compute, reduce, master, "optim.name=lion"}), elements * (2 + 2 + 2));
+  EXPECT_DOUBLE_EQ(state({params, compute}), elements * (2 + 4 + 12));
+  const double grouped = state({"optim.groups=[\"layers.*: name = lion\"]"});
+  EXPECT_LT(grouped, elements * 16);
+  EXPECT_GT(grouped, elements * 12) << "embedding and head keep two moments";
+  EXPECT_DOUBLE_EQ(state({"precision.compute=auto"}), elements * 16);
+}
+
+/// Of experts as docs/moe.md: mesh.ep deals what is whole, and all of dp_shard x cp x tp share what is sharded.
+TEST_F(SearchTest, TheStateOfAnEstimateOfExpertsIsWhatTheirRanksShareOut) {
+  const Config config = small({"model.experts=4", "model.ffn_dim=160"}, "mixtral");
+  const Estimator guess(config, 8, machine());
+  double dense = 0, experts = 0;
+  for (const PlacedElements& kind : count_elements(config).elements) (kind.expert ? experts : dense) += kind.count;
+  const auto state = [&](LayoutChoice choice) {
+    choice.batch = 16;
+    return guess(choice).state_bytes;
+  };
+  EXPECT_DOUBLE_EQ(state({.tp = 2}), 16 * (dense / 2 + experts)) << "of ranks that share nothing out each has all experts";
+  for (const int ep : {1, 2, 4}) {
+    EXPECT_DOUBLE_EQ(state({.tp = 2, .ep = ep, .stage = 1, .shard = 4}), 8 * (dense / 2 + experts / ep) + 8 * (dense / 8 + experts / 8));
+    EXPECT_DOUBLE_EQ(state({.tp = 2, .ep = ep, .stage = 2, .shard = 4}), 4 * (dense / 2 + experts / ep) + 12 * (dense / 8 + experts / 8));
+    EXPECT_DOUBLE_EQ(state({.tp = 2, .cp = 2, .ep = ep, .stage = 3, .shard = 2}), 16 * (dense / 8 + experts / 8));
+    EXPECT_DOUBLE_EQ(state({.pp = 2, .ep = ep, .stage = 1, .shard = 4}), (8 * (dense + experts / ep) + 8 * (dense / 4 + experts / 4)) / 2);
+  }
 }
 
 /// What LoRA freezes has no gradient and no optimizer state, and what is in fewer bits has not even its parameters' bytes.

@@ -69,9 +69,17 @@ TEST(OperatorSeconds, WhatIsNoProductTakesAsLongAsItsBytes) {
 }
 
 TEST(OperatorSeconds, CausalAttentionDoesHalfOfWhatIsCounted) {
-  const OperatorEvent attention{
-      .name = "aten::_scaled_dot_product_flash_attention_for_cpu", .shape = {1, 32, 8192, 128}, .dtype = at::kBFloat16, .flops = 1e12};
+  OperatorEvent attention{.name = "aten::_scaled_dot_product_flash_attention_for_cpu", .shape = {1, 32, 8192, 128}, .dtype = at::kBFloat16, .flops = 1e12};
+  EXPECT_DOUBLE_EQ(operator_seconds(attention, round_device()), 1e12 / (100e12 * 0.5)) << "of a whole rectangle";
+  attention.causal = true;
   EXPECT_DOUBLE_EQ(operator_seconds(attention, round_device()), 0.5e12 / (100e12 * 0.5));
+}
+
+TEST(OperatorSeconds, GroupsReadTheMatrixOfEach) {
+  constexpr int64_t rows = 64, width = 4096, groups = 8;
+  OperatorEvent product{.name = "tessera::grouped_product", .shape = {rows, width}, .dtype = at::kBFloat16, .flops = 2.0 * rows * width * width};
+  product.read_bytes = 2 * (rows * width + groups * width * width), product.written_bytes = 2 * rows * width;
+  EXPECT_DOUBLE_EQ(operator_seconds(product, round_device()), static_cast<double>(product.read_bytes + product.written_bytes) / 0.8e12);
 }
 
 TEST(OperatorSeconds, ATypeWithoutARateIsRefusedByName) {
@@ -208,6 +216,14 @@ TEST_F(Clock, GroupsShareTheLinksThatBothCross) {
   EXPECT_DOUBLE_EQ(time_of({starts(-1, 10, "far dp"), starts(-2, 4, "far tp"), waits(-2)}).exposed, 3 + 8) << "a latency fills no link";
 }
 
+TEST_F(Clock, AttentionOfOneShapeTakesLongerWhereItIsNotCausal) {
+  OperatorEvent attention{.name = "aten::_scaled_dot_product_flash_attention_for_cpu", .shape = {1, 1, 64, 64}, .dtype = at::kBFloat16, .flops = 100e12};
+  const Event whole{.what = attention};
+  attention.causal = true;
+  const Event triangle{.what = attention};
+  EXPECT_DOUBLE_EQ(time_of({triangle, whole, triangle, whole}).step, 1 + 2 + 1 + 2);
+}
+
 TEST_F(Clock, WhatNobodyWaitsForEndsTheStepAllTheSame) { EXPECT_DOUBLE_EQ(time_of({starts(-1, 5), operators(1)}).step, 5); }
 
 TEST_F(Clock, AHostThatIsSlowerThanItsDeviceDecides) {
@@ -323,6 +339,26 @@ TEST_F(StepSeconds, OfTheVeryStep) {
   const StepTime piped = timed(2, {"mesh.pp=2"});
   EXPECT_GT(piped.bubble, 0);
   EXPECT_LT(piped.seconds, alone.seconds);
+}
+
+/// Of a sequence that is cut a rank computes triangles, and squares and rectangles that it sees whole: all ranks together what one would.
+TEST_F(StepSeconds, CausalWorkOfASequenceIsTheSameHoweverItIsCut) {
+  const auto work_of = [&](int ranks, const std::string& method) {
+    const Config cut = config("llama", {"mesh.cp=" + std::to_string(ranks), "context.method=" + method, "context.balance=head_tail", "batch.global_size=2"});
+    double work = 0;
+    for (const RankClass& each : dry_run(cut, ranks, {.events = true}).ranks) {
+      for (const auto& ran : only<OperatorEvent>(each.events)) {
+        const bool attention = ran.name.find("attention") != std::string::npos;
+        if (attention) work += static_cast<double>(each.count) * ran.flops / (ran.causal ? 2 : 1);
+      }
+    }
+    return work;
+  };
+  const double alone = work_of(1, "ring");
+  EXPECT_GT(alone, 0);
+  for (const int ranks : {2, 4}) {
+    for (const std::string method : {"ring", "all_gather", "ulysses"}) EXPECT_DOUBLE_EQ(work_of(ranks, method), alone) << method << " " << ranks;
+  }
 }
 
 TEST_F(StepSeconds, OfAnUpdateOnTheHost) {

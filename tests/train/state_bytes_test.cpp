@@ -143,6 +143,19 @@ TEST(StateBytes, OfExpertsAreWhatTheTrackerMeasures) {
   }
 }
 
+// A group's optimizer keeps what it keeps, whatever the section's would.
+TEST(StateBytes, OfGroupsAreWhatTheTrackerMeasures) {
+  for (const int stage : {0, 1}) {
+    SCOPED_TRACE("stage " + std::to_string(stage));
+    const Config config =
+        testing_support::formula_config({"optim.groups=[\"layers.*: name = sgd\", \"head: name = lion\"]", "zero.stage=" + std::to_string(stage)});
+    const auto expected = kept_per_parameter(bytes_per_parameter(config), stage, 2), measured = testing_support::held_bytes(config, 2).state();
+    EXPECT_LT(expected.state, 4);
+    EXPECT_NEAR(measured.state, expected.state, 0.01 * expected.total());
+    EXPECT_NEAR(on_host_per_parameter(config, 2, /*on_cpu=*/true).total(), expected.total(), 1e-9);
+  }
+}
+
 // Of what [lora] freezes there is a weight alone, and of what [quantize] names some bits, which nothing shards.
 TEST(StateBytes, OfWhatIsFrozenAreWhatTheTrackerMeasures) {
   constexpr double kNear = 0.05;  // of a byte: A and B, 4% as many elements as the model, keep 0.7 bytes of each parameter of it
