@@ -14,6 +14,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/train/adapters.h"
+#include "tessera/train/found_tokenizer.h"
 #include "tessera/train/load_model.h"
 
 namespace tessera::cli {
@@ -50,6 +51,22 @@ std::optional<checkpoint::Upcycling> upcycling_of(const ConvertFlags& flags) {
                                .seed = static_cast<uint64_t>(flags.seed.value_or(0))};
 }
 
+/// Of the tokenizer that the run had, which may be gone, or another by now.
+checkpoint::TextIds text_ids_of(const FoundCheckpoint& source) {
+  const std::string& name = source.config.data.tokenizer;
+  std::string problem;
+  try {
+    const auto tokenizer = data::Tokenizer::load(name);
+    if (data_identity(source.manifest).value("tokenizer", tokenizer->fingerprint()) == tokenizer->fingerprint())
+      return {.bos = tokenizer->bos(), .eos = tokenizer->eos()};
+    problem = detail::concat("data.tokenizer = ", name, ": is not the tokenizer that ", source.folder.string(), " was trained with");
+  } catch (const ConfigError& error) {
+    problem = error.what();
+  }
+  say_once({problem + ": config.json is written without the ids at which texts begin and end"});
+  return {};
+}
+
 /// What lies in a checkpoint is its own.
 void check_outside(const std::string& out) {
   std::filesystem::path folder = std::filesystem::weakly_canonical(out).parent_path();
@@ -70,6 +87,7 @@ int convert(const ConvertFlags& flags) {
   require(!flags.merge_lora || flags.to != "peft", "--merge-lora: adds adapters to weights, and --to peft writes adapters alone; leave one of the two out");
   for (std::string& name : quantized_weights(source.config)) options.remade.insert(std::move(name));
   options.remake = quantized_weight_maker(source.config);
+  options.text_ids = [&] { return text_ids_of(source); };
   if (flags.merge_lora) check_quantized_source(source.config, {.folder = &source.folder, .manifest = &source.manifest});
   if (flags.merge_lora) options.lora_scale = lora.alpha / static_cast<double>(lora.rank);
   const auto exported = flags.to == "peft" ? checkpoint::export_peft(source.folder, source.config.model, lora, flags.out, options)

@@ -76,9 +76,10 @@ int eval(const EvalFlags& flags) {
                         {flags.file, flags.tokenizer, config.data.tokenizer, source.checkpoint ? source.checkpoint->folder.string() : config.model.from_hf});
   require(!model.max_seq_len || *model.max_seq_len == 0 || flags.seq_len <= *model.max_seq_len, "--seq-len = ", flags.seq_len, ": the model takes at most ",
           model.max_seq_len.value_or(0), " tokens; give that or less");
-  const auto [tokenizer, said_of_it] = find_tokenizer(source, flags.tokenizer);
+  const FoundTokenizer text = find_tokenizer(source, flags.tokenizer);
   const auto remarks = reading_remarks(source, flags.sets);
-  const auto corpus = data::Corpus::open_or_build({flags.file}, *tokenizer, config.data.cache_dir, 0, "--file", data::documents_named(config.data.documents));
+  const auto corpus =
+      data::Corpus::open_or_build({flags.file}, *text.tokenizer, config.data.cache_dir, 0, "--file", data::documents_named(config.data.documents), text.bos);
   data::check_windows(*corpus, flags.seq_len, 1, "an evaluation", "--seq-len");
   const int64_t micro_size = std::min(flags.micro_size, corpus->windows(flags.seq_len));  // rows beyond the windows would be padding alone
   const int ranks = world_size(flags.nproc);
@@ -90,8 +91,8 @@ int eval(const EvalFlags& flags) {
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
 
   say_once(remarks);
-  say_once(said_of_it);
-  Settings settings = reading_settings(source, *tokenizer);
+  say_once(text.remarks);
+  Settings settings = reading_settings(source, text);
   settings.emplace_back("--file", "content " + corpus->content());
   settings.emplace_back("--seq-len", std::to_string(flags.seq_len));
   settings.emplace_back("--micro-size", std::to_string(flags.micro_size));

@@ -146,11 +146,12 @@ struct Wanted {
   std::vector<Printer::Text> texts{};
 };
 
-Wanted wanted_texts(const GenerateFlags& flags, const data::Tokenizer& tokenizer) {
+Wanted wanted_texts(const GenerateFlags& flags, const FoundTokenizer& found) {
   Wanted wanted;
   for (size_t i = 0; i < flags.prompts.size(); ++i) {
-    const auto ids = tokenizer.encode(flags.prompts[i]);
+    auto ids = found.tokenizer->encode(flags.prompts[i]);
     require(!ids.empty(), "--prompt is empty: give the text to continue");
+    if (found.bos) ids.insert(ids.begin(), found.tokenizer->bos().value());
     for (int64_t sample = 0; sample < flags.samples; ++sample) {
       SampleOptions options = flags.sample;
       options.seed = static_cast<uint64_t>(flags.seed) + static_cast<uint64_t>(sample);
@@ -172,18 +173,19 @@ int generate_text(const GenerateFlags& flags) {
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   check_generates(config.model);
-  const auto [tokenizer, said_of_it] = find_tokenizer(source, flags.tokenizer);
+  const FoundTokenizer found = find_tokenizer(source, flags.tokenizer);
+  const data::Tokenizer& tokenizer = *found.tokenizer;
   const auto remarks = reading_remarks(source, flags.sets);
-  const Wanted wanted = wanted_texts(flags, *tokenizer);
-  const auto end_of_text = tokenizer->eos() ? std::optional<int64_t>(*tokenizer->eos()) : std::nullopt;
+  const Wanted wanted = wanted_texts(flags, found);
+  const auto end_of_text = tokenizer.eos() ? std::optional<int64_t>(*tokenizer.eos()) : std::nullopt;
   const int ranks = world_size(flags.nproc);
   check_layout(config, ranks);
   const at::Device device = device_for(config.run.device, flags.nproc);
   if (starts_copies(flags.nproc)) return run_copies(flags.nproc);
 
   say_once(remarks);
-  say_once(said_of_it);
-  Settings settings = reading_settings(source, *tokenizer);
+  say_once(found.remarks);
+  Settings settings = reading_settings(source, found);
   for (auto& flag : flag_settings(flags)) settings.push_back(std::move(flag));
   if (comm::read_environment().rank == 0) {
     for (size_t i = 0; i < wanted.requests.size(); i += static_cast<size_t>(flags.samples))
@@ -201,7 +203,7 @@ int generate_text(const GenerateFlags& flags) {
     const auto loaded = load_model(source, reading_groups(config, mesh), device);
     ForwardEngine engine(loaded);
     std::optional<Printer> printer;  // every rank knows every token, and one writes it
-    if (world.rank() == 0) printer.emplace(*tokenizer, wanted.texts, flags.max_tokens, end_of_text);
+    if (world.rank() == 0) printer.emplace(tokenizer, wanted.texts, flags.max_tokens, end_of_text);
     const auto print = [&](size_t text, int64_t token) {
       if (printer) printer->token(text, token);
       return true;

@@ -90,6 +90,7 @@ json corpus_json(const std::filesystem::path& path) {
           {"tokens", corpus->tokens()},
           {"text_bytes", corpus->text_bytes()},
           {"documents", std::string(data::to_string(corpus->documents()))},
+          {"bos", corpus->bos()},
           {"vocab_size", corpus->vocab_size()},
           {"tokenizer", corpus->tokenizer()},
           {"content", corpus->content()}};

@@ -19,7 +19,7 @@ namespace tessera::cli {
 namespace {
 
 struct TokenizeFlags {
-  bool train = false;
+  bool train = false, bos = false;
   std::optional<int64_t> vocab_size;
   std::string output, tokenizer, documents = "none";
   std::vector<std::string> files;
@@ -54,8 +54,10 @@ void pack(const TokenizeFlags& flags) {
   Config defaults;
   resolve(defaults);
   const auto documents = data::documents_named(flags.documents, "--documents");
-  const auto corpus = flags.output.empty() ? data::Corpus::open_or_build(paths(flags.files), *tokenizer, defaults.data.cache_dir, 0, "FILES", documents)
-                                           : data::Corpus::build(paths(flags.files), *tokenizer, output_of(flags, flags.output), 0, "FILES", documents);
+  if (flags.bos) data::require_bos(*tokenizer, "--bos");
+  const auto corpus = flags.output.empty()
+                          ? data::Corpus::open_or_build(paths(flags.files), *tokenizer, defaults.data.cache_dir, 0, "FILES", documents, flags.bos)
+                          : data::Corpus::build(paths(flags.files), *tokenizer, output_of(flags, flags.output), 0, "FILES", documents, flags.bos);
   std::printf("%s: %lld tokens of %s of text, %.3f bytes a token\n", corpus->path().c_str(), static_cast<long long>(corpus->tokens()),
               format_bytes(corpus->text_bytes()).c_str(), static_cast<double>(corpus->text_bytes()) / static_cast<double>(corpus->tokens()));
 }
@@ -71,6 +73,7 @@ void add_tokenize(Command app, int& exit_code) {
   auto sample = command.add_option("--sample-bytes", flags->training.sample_bytes, "Text to train on, spread evenly over FILES; 0 = all of it").shows_default();
   command.add_option("--tokenizer", flags->tokenizer, "Pack FILES with this one: byte, or a .model");
   command.add_option("--documents", flags->documents, "Cut FILES into documents, as data.documents: none, files, paragraphs or lines").shows_default();
+  command.add_flag("--bos", flags->bos, "Begin each of them with the tokenizer's beginning-of-text id, as data.bos");
   command.add_option("-o,--output", flags->output, "The .model, or the packed .bin, to write");
   command.add_option("files", flags->files, "Text: plain, .gz or .dz").required();
   command.when_chosen([flags, size, type, sample, &exit_code] {

@@ -15,6 +15,7 @@
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/files.h"
 #include "tessera/checkpoint/hugging_face_family.h"
+#include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/stored_slices.h"
@@ -198,6 +199,37 @@ Exported write_files(const fs::path& folder, const std::vector<std::vector<Plann
   return exported;
 }
 
+/// What the folder that a model began from says of its text; nothing where it cannot be read any more.
+struct Origin {
+  nlohmann::json config;
+  std::optional<std::string> generation_config;
+};
+
+std::optional<Origin> origin_of(const ModelConfig& model) {
+  const fs::path folder = model.from_hf;
+  if (folder.empty()) return std::nullopt;
+  try {
+    Origin origin{.config = read_json(folder / "config.json"), .generation_config = std::nullopt};
+    const fs::path generation = folder / "generation_config.json";
+    if (is_there(generation)) origin.generation_config = read_text_file(generation, 1 << 20);
+    return origin.config.is_object() ? std::optional(std::move(origin)) : std::nullopt;
+  } catch (const ConfigError&) {
+    return std::nullopt;
+  }
+}
+
+/// Without an id that ends a text, a generate of transformers goes on to its last token. One that config.json leaves out is what their class takes for it.
+void add_text_ids(nlohmann::json& config, const std::optional<Origin>& origin, const ExportOptions& options) {
+  if (!origin) {
+    const TextIds ids = options.text_ids ? options.text_ids() : TextIds();
+    for (const auto& [key, id] : {std::pair{"bos_token_id", ids.bos}, {"eos_token_id", ids.eos}}) config[key] = id ? nlohmann::json(*id) : nlohmann::json();
+    return;
+  }
+  for (const char* const key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
+    if (origin->config.contains(key)) config[key] = origin->config[key];
+  }
+}
+
 std::string dtype_text(at::ScalarType dtype) {
   switch (dtype) {
     case at::kBFloat16:
@@ -231,6 +263,8 @@ Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& sour
   nlohmann::json config = family->write_config(model);
   config["architectures"] = {family->architecture};
   config["model_type"] = family->model_type;
+  const auto origin = origin_of(model);
+  add_text_ids(config, origin, options);
   config["dtype"] = config["torch_dtype"] = dtype_text(plan.front().dtype);  // the key of transformers 5, and that of 4
 
   const c10::NoGradGuard no_grad;
@@ -243,6 +277,7 @@ Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& sour
   }
   const Exported exported = write_files(folder->path(), deal_files(plan, options.max_shard_bytes), values, options.upcycling.value_or(Upcycling{}).seed);
   write_file(folder->path() / "config.json", config.dump(2) + "\n");
+  if (origin && origin->generation_config) write_file(folder->path() / "generation_config.json", *origin->generation_config);
   require(folder->commit(), out.string(), ": exists by now, made while this conversion was at work, and is left as it is; name a folder that does not");
   return exported;
 }

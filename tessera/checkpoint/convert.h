@@ -20,13 +20,19 @@ struct Upcycling {
   uint64_t seed = 0;
 };
 
+/// Of the tokenizer that a model was trained with.
+struct TextIds {
+  std::optional<int64_t> bos{}, eos{};
+};
+
 struct ExportOptions {
   std::optional<at::ScalarType> dtype{};             ///< of all tensors; nothing: as stored
   int64_t max_shard_bytes = int64_t{5'000'000'000};  ///< of one file; a tensor that is larger has a file of its own
   std::optional<Upcycling> upcycling{};              ///< of a LLaMA: writes a Mixtral
-  std::set<std::string> remade{};      ///< weights that the checkpoint need not hold ("layers.0.attention.wq.weight"): `remake` gives them, whole, in fp32
+  std::set<std::string> remade{};  ///< weights that the checkpoint need not hold ("layers.0.attention.wq.weight"): `remake` gives them, whole, in fp32
   std::function<at::Tensor(const std::string& name)> remake{};
-  std::optional<double> lora_scale{};                ///< alpha / rank: adapters are added to the weights, W + scale B A, summed in fp32 and rounded once
+  std::function<TextIds()> text_ids{};  ///< called where model.from_hf, whose ids are taken, cannot be read; null: there are none
+  std::optional<double> lora_scale{};   ///< alpha / rank: adapters are added to the weights, W + scale B A, summed in fp32 and rounded once
 };
 
 struct Exported {
@@ -35,7 +41,8 @@ struct Exported {
 
 /// Writes the weights of a checkpoint, saved in any layout, as a Hugging Face model: config.json and model.safetensors, or where that would exceed
 /// max_shard_bytes model-00001-of-0000n.safetensors with an index. A tied head is left out, as there. `model` is resolved and must be the checkpoint's. Every
-/// slice that is read is hashed. Memory: one tensor at a time. The folder appears whole or not at all: an existing one is refused.
+/// slice that is read is hashed. Memory: one tensor at a time. The folder appears whole or not at all: an existing one is refused. The ids at which texts
+/// begin, end and are padded are those of the folder model.from_hf, as is generation_config.json, where it can still be read.
 /// Throws ConfigError: upcycling of a model that is no LLaMA, or to fewer experts than a token visits; a family without Hugging Face files, a folder that
 /// exists, a checkpoint that does not hold the model, or holds adapters where no lora_scale is given (they would be lost), or none where one is.
 Exported export_hugging_face(const std::filesystem::path& checkpoint, const ModelConfig& model, const std::filesystem::path& out,

@@ -1,6 +1,8 @@
 #include "tessera/checkpoint/hugging_face.h"
 
 #include <algorithm>
+#include <array>
+#include <string_view>
 #include <utility>
 
 #include "tessera/checkpoint/hugging_face_family.h"
@@ -141,6 +143,20 @@ ModelConfig read_hugging_face_config(const Config& config) {
             "; leave the key out, or set it to that");
   });
   return model;
+}
+
+std::optional<std::filesystem::path> hugging_face_tokenizer(const std::filesystem::path& dir) {
+  const auto model = dir / "tokenizer.model";
+  return is_there(model) ? std::optional(model) : std::nullopt;
+}
+
+bool hugging_face_adds_bos(const std::filesystem::path& dir) {
+  static constexpr std::array<std::string_view, 4> kAdding{"LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"};
+  const auto path = dir / "tokenizer_config.json";
+  if (!is_there(path)) return false;
+  const HuggingFaceConfig file(path);
+  if (const auto said = file.find<bool>("add_bos_token")) return *said;
+  return std::ranges::find(kAdding, file.find<std::string>("tokenizer_class").value_or("")) != kAdding.end();
 }
 
 }  // namespace tessera::checkpoint

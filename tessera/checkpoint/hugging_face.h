@@ -36,6 +36,13 @@ std::optional<std::vector<HuggingFaceTensor>> hugging_face_table(const ModelConf
 /// activation, an attention bias, or a key that disagrees (with both values).
 ModelConfig read_hugging_face_config(const Config& config);
 
+/// The SentencePiece model of a folder, `dir`/tokenizer.model; nothing where there is none. Nothing else that tokenizers are kept in is read (tokenizer.json).
+std::optional<std::filesystem::path> hugging_face_tokenizer(const std::filesystem::path& dir);
+
+/// Whether a folder's tokenizer puts its beginning-of-text id in front of a text: add_bos_token of `dir`/tokenizer_config.json, and where it is left out, what
+/// the class that the file names does. Without the file: no. Throws ConfigError where it is damaged.
+bool hugging_face_adds_bos(const std::filesystem::path& dir);
+
 /// Tells one model's weights from another's, wherever the folder lies: a hash of the names and of the first 4 KiB of each tensor. Throws ConfigError.
 std::string hugging_face_fingerprint(const std::filesystem::path& dir);
 

@@ -37,9 +37,7 @@ nlohmann::json write_gpt2_config(const ModelConfig& model) {
           {"activation_function", "gelu_new"},
           {"embd_pdrop", model.dropout},
           {"attn_pdrop", model.dropout},
-          {"resid_pdrop", model.dropout},
-          {"bos_token_id", nullptr},
-          {"eos_token_id", nullptr}};
+          {"resid_pdrop", model.dropout}};
 }
 
 /// Their Conv1D stores [in, out], and c_attn is q, k and v side by side.

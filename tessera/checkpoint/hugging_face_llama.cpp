@@ -92,9 +92,7 @@ nlohmann::json write_llama_config(const ModelConfig& model) {
           {"rms_norm_eps", model.norm_eps},
           {"hidden_act", "silu"},
           {"attention_bias", false},
-          {"mlp_bias", false},
-          {"bos_token_id", nullptr},
-          {"eos_token_id", nullptr}};
+          {"mlp_bias", false}};
 }
 
 /// Both sides rotate halves of a head and store [out, in], so rows differ in their names alone.

@@ -12,6 +12,7 @@ class ByteTokenizer : public Tokenizer {
   ByteTokenizer();
   int64_t vocab_size() const override { return 256; }
   std::string decode(std::span<const int32_t> ids) const override;
+  std::optional<int32_t> bos() const override { return std::nullopt; }
   std::optional<int32_t> eos() const override { return std::nullopt; }
   const std::string& fingerprint() const override { return fingerprint_; }
   std::span<const uint32_t> token_bytes() const override { return token_bytes_; }

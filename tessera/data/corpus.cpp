@@ -31,7 +31,7 @@ constexpr const char* kOutputKnob = "output";
 constexpr int kContentVersion = 2;
 
 /// Hash of what the files hold (as stored, compressed or not), in order, and of what turns it into ids.
-std::string content_hash(const Files& files, const Tokenizer& tokenizer, Documents documents, const std::string& knob) {
+std::string content_hash(const Files& files, const Tokenizer& tokenizer, Documents documents, bool bos, const std::string& knob) {
   Hasher hasher;
   for (const auto& file : files) {
     std::error_code error;
@@ -44,6 +44,7 @@ std::string content_hash(const Files& files, const Tokenizer& tokenizer, Documen
   }
   std::string rest = tokenizer.fingerprint() + " v" + std::to_string(kContentVersion);
   if (documents != Documents::None) rest += detail::concat(" ", to_string(documents));
+  if (bos) rest += " bos";
   return hasher.update(rest.data(), rest.size()).hex();
 }
 
@@ -60,8 +61,8 @@ size_t last_boundary(const Tokenizer& tokenizer, std::string_view text) {
 /// Encodes texts into a writer, and tells it where documents end.
 class Packer {
  public:
-  Packer(const Tokenizer& tokenizer, Documents documents, CorpusWriter& writer, int threads, const std::string& knob)
-      : tokenizer_(tokenizer), documents_(documents), writer_(writer), knob_(knob), encoder_(tokenizer, threads) {}
+  Packer(const Tokenizer& tokenizer, Documents documents, bool bos, CorpusWriter& writer, int threads, const std::string& knob)
+      : tokenizer_(tokenizer), documents_(documents), bos_(bos), writer_(writer), knob_(knob), encoder_(tokenizer, threads) {}
 
   void add(const Files& files) {
     for (size_t i = 0; i < files.size(); ++i) {
@@ -81,6 +82,7 @@ class Packer {
     TextReader reader(file, knob_);
     std::string text;
     int64_t done = 0;
+    begin_document();
     for (bool more = true; more;) {
       more = reader.read(text, kBlockBytes) > 0;
       const size_t end = more ? last_boundary(tokenizer_, text) : text.size();
@@ -105,6 +107,7 @@ class Packer {
         const std::string_view rest = std::string_view(text).substr(next);
         const auto [begin, end] = find_document(rest, documents_, /*whole=*/!more);
         if (end == 0) break;
+        begin_document();
         encode(file, rest.substr(begin, end - begin), true, offset + static_cast<int64_t>(next + begin));
         writer_.add(ids_);
         end_document();
@@ -126,6 +129,10 @@ class Packer {
     }
   }
 
+  void begin_document() {
+    if (bos_) writer_.add(std::array{tokenizer_.bos().value()});
+  }
+
   void end_document() {
     if (tokenizer_.eos()) writer_.add(std::array{*tokenizer_.eos()});
     writer_.end_document();
@@ -133,18 +140,19 @@ class Packer {
 
   const Tokenizer& tokenizer_;
   Documents documents_;
+  bool bos_;
   CorpusWriter& writer_;
   const std::string& knob_;
   ParallelEncoder encoder_;
   std::vector<int32_t> ids_;
 };
 
-void pack(const Files& files, const Tokenizer& tokenizer, Documents documents, CorpusWriter writer, int threads, const std::string& knob) {
-  Packer(tokenizer, documents, writer, threads, knob).add(files);
+void pack(const Files& files, const Tokenizer& tokenizer, Documents documents, bool bos, CorpusWriter writer, int threads, const std::string& knob) {
+  Packer(tokenizer, documents, bos, writer, threads, knob).add(files);
   writer.finish();
 }
 
-/// Under the name of an unfinished file there may be one that a killed process left, which the next one takes; anything else is somebody's.
+/// The name that whoever packs holds may be that of a file which a killed process left, and that is taken; anything else is somebody's.
 void check_leftover(const std::filesystem::path& partial) {
   if (!is_there(partial)) return;
   std::error_code ignored;
@@ -156,7 +164,7 @@ void check_leftover(const std::filesystem::path& partial) {
     begin.resize(static_cast<size_t>(file.gcount()));
   }
   require(is_file && begins_corpus(begin), partial.string(),
-          ": is no packed text, and the output is written under that name until it is whole; move it elsewhere, or ", "choose another output");
+          ": is no packed text, and whoever packs the output holds that name until it is whole; move it elsewhere, or choose another output");
 }
 
 /// The cached corpus; null where there is none, or it is damaged (which `damage` tells then).
@@ -198,7 +206,7 @@ bool has_mark(const std::filesystem::path& file) {
 }  // namespace
 
 std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const Tokenizer& tokenizer, const std::filesystem::path& cache_dir, int threads,
-                                                    const std::string& knob, Documents documents) {
+                                                    const std::string& knob, Documents documents, bool bos) {
   require(!files.empty(), knob, " = []: there is nothing to train on; name at least one text");
   if (files.size() == 1 && is_packed(files[0])) {
     auto corpus = open(files[0]);
@@ -207,6 +215,9 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
     require(corpus->documents() == documents, "data.documents = ", to_string(documents), ": ", files[0].string(),
             " was packed with documents = ", to_string(corpus->documents()),
             "; set data.documents to that, or make the file again with tessera tokenize --documents ", to_string(documents));
+    require(corpus->bos() == bos, "data.bos = ", bos ? "true" : "false", ": ", files[0].string(), " was packed ", bos ? "without" : "with",
+            " beginning-of-text ids in front of documents; set data.bos = ", bos ? "false" : "true", ", or make the file again with tessera tokenize ",
+            bos ? "--bos" : "without --bos");
     return corpus;
   }
   for (const auto& file : files) {
@@ -214,7 +225,7 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
             " files; name it alone, or name the texts it was made from");
     require(!has_mark(file), knob, ": ", file.string(), ": is a packed corpus, which is known by its name; rename it to end in .bin");
   }
-  const std::string content = content_hash(files, tokenizer, documents, knob);
+  const std::string content = content_hash(files, tokenizer, documents, bos, knob);
   const std::filesystem::path path = cache_dir / (short_name(files[0]) + "-" + content + ".bin");
   for (;;) {
     std::string damage;
@@ -225,22 +236,24 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
     damage.clear();
     if (auto corpus = open_cached(path, content, damage)) return corpus;
     if (!damage.empty()) log().warn("the cached corpus is rebuilt: {}", damage);
-    pack(files, tokenizer, documents, CorpusWriter(file.partial(), tokenizer, content, kCacheKnob, documents), threads, knob);
+    pack(files, tokenizer, documents, bos, CorpusWriter(file.partial(), tokenizer, content, kCacheKnob, documents, bos), threads, knob);
+    // Of another host, which the lock did not reach: it may have it mapped by now.
+    if (auto corpus = open_cached(path, content, damage)) return corpus;
     file.commit();
     return open(path);
   }
 }
 
 std::shared_ptr<const Corpus> Corpus::build(const Files& files, const Tokenizer& tokenizer, const std::filesystem::path& out, int threads,
-                                            const std::string& knob, Documents documents) {
+                                            const std::string& knob, Documents documents, bool bos) {
   require(!files.empty(), "tokenize: there is no text to pack; name at least one");
   const auto place = output_place(out, kOutputKnob);
-  const std::string content = content_hash(files, tokenizer, documents, knob);
+  const std::string content = content_hash(files, tokenizer, documents, bos, knob);
   for (;;) {
     check_leftover(place.string() + ".partial");
     PartialFile file(place, kOutputKnob);
     if (!file.held()) continue;
-    pack(files, tokenizer, documents, CorpusWriter(file.partial(), tokenizer, content, kOutputKnob, documents), threads, knob);
+    pack(files, tokenizer, documents, bos, CorpusWriter(file.partial(), tokenizer, content, kOutputKnob, documents, bos), threads, knob);
     file.commit();
     return open(out);
   }
@@ -263,6 +276,7 @@ Corpus::Corpus(std::filesystem::path path, std::unique_ptr<MappedFile> file) : p
   token_bytes_ = reinterpret_cast<const uint32_t*>(payload);
   ids_ = payload + header.vocab_size * sizeof(uint32_t);
   documents_ = static_cast<Documents>(header.documents_as);
+  bos_ = header.bos == 1;
   uint64_t last = 0;
   for (uint64_t i = 0; i < header.documents; ++i) {
     const uint64_t end = document_end(file_->bytes(), header, i);

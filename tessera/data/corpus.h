@@ -20,7 +20,8 @@ class MappedFile;
 /// Memory: the pages that are read, shared by all processes of the machine.
 class Corpus {
  public:
-  /// The corpus of `files`, concatenated in order with the tokenizer's eos id between them if it has one, or cut into `documents`, which end with it.
+  /// The corpus of `files`, concatenated in order with the tokenizer's eos id between them if it has one, or cut into `documents`, which end with it. With
+  /// `bos` each document, or file where they are not told apart, begins with the tokenizer's bos id, which it must have.
   ///
   /// One entry ending in `.bin` is opened as it is, and refused when damaged or made with another tokenizer. Texts are packed into
   /// `cache_dir`/<name of the first file>-<hash of contents and tokenizer>.bin: built on first use (streaming: memory of one block of text, not of the
@@ -29,11 +30,11 @@ class Corpus {
   /// written; it names `knob`, which gave the files.
   static std::shared_ptr<const Corpus> open_or_build(const std::vector<std::filesystem::path>& files, const Tokenizer& tokenizer,
                                                      const std::filesystem::path& cache_dir, int threads = 0, const std::string& knob = "data.files",
-                                                     Documents documents = Documents::None);
+                                                     Documents documents = Documents::None, bool bos = false);
 
   /// Packs `files` into `out` (through a temporary file and a rename) and opens it. Throws as open_or_build does.
   static std::shared_ptr<const Corpus> build(const std::vector<std::filesystem::path>& files, const Tokenizer& tokenizer, const std::filesystem::path& out,
-                                             int threads = 0, const std::string& knob = "data.files", Documents documents = Documents::None);
+                                             int threads = 0, const std::string& knob = "data.files", Documents documents = Documents::None, bool bos = false);
 
   /// Opens a packed file. Every byte is checked against the hashes in it (one pass at memory or disk speed).
   /// Throws ConfigError with the file and the offset of the damage.
@@ -42,13 +43,14 @@ class Corpus {
   ~Corpus();
 
   const std::filesystem::path& path() const { return path_; }
-  int64_t tokens() const { return tokens_; }                   ///< ids, end-of-text ids included
+  int64_t tokens() const { return tokens_; }                   ///< ids, those of beginning and end of text included
   int64_t vocab_size() const { return vocab_size_; }           ///< of the tokenizer that made it
   int64_t text_bytes() const { return text_bytes_; }           ///< bytes of the (uncompressed) text
   const std::string& tokenizer() const { return tokenizer_; }  ///< its Tokenizer::fingerprint()
   const std::string& content() const { return content_; }      ///< hash of the sources and the tokenizer: equal for equal data, whatever its path
 
   Documents documents() const { return documents_; }  ///< what it was cut into
+  bool bos() const { return bos_; }                   ///< whether these, or the files, begin with the tokenizer's beginning-of-text id
 
   /// Windows of `seq_len` inputs and targets: (tokens - 1) / seq_len, rounded down; of documents, as PackedWindows packs them, who throws where one is longer.
   int64_t windows(int64_t seq_len, const std::string& seq_len_knob = "data.seq_len") const;
@@ -78,6 +80,7 @@ class Corpus {
   const uint32_t* token_bytes_ = nullptr;
   const std::byte* ids_ = nullptr;
   Documents documents_ = Documents::None;
+  bool bos_ = false;
   std::vector<int64_t> document_ends_;
   mutable std::mutex packing_;
   mutable std::map<int64_t, std::shared_ptr<const PackedWindows>> packed_;  ///< by seq_len

@@ -43,8 +43,8 @@ CorpusHeader check_corpus(const std::filesystem::path& file, std::span<const std
   // A right hash proves that nothing was damaged, not that it was ever right: without these bounds the products below could leave 64 bits.
   constexpr uint64_t most = std::numeric_limits<int64_t>::max();
   const bool ends = header.tokenizer[sizeof header.tokenizer - 1] == 0 && header.content[sizeof header.content - 1] == 0;
-  require(ends && header.text_bytes <= most && header.piece_bytes <= most && header.documents_as <= static_cast<uint64_t>(Documents::Lines), name,
-          ": impossible header at offset 0", way_out);
+  require(ends && header.text_bytes <= most && header.piece_bytes <= most && header.documents_as <= static_cast<uint32_t>(Documents::Lines) && header.bos <= 1,
+          name, ": impossible header at offset 0", way_out);
   const uint64_t all = data.size();
   require(header.vocab_size <= all / sizeof(uint32_t) && header.tokens <= all / header.id_bytes && header.documents <= all / sizeof(uint64_t), name,
           ": truncated at offset ", data.size(), ": its header says ", header.tokens, " ids of a vocabulary of ", header.vocab_size, way_out);
@@ -84,13 +84,14 @@ bool begins_corpus(std::string_view begin) {
 }
 
 CorpusWriter::CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content, const std::string& knob,
-                           Documents documents)
+                           Documents documents, bool bos)
     : path_(path), knob_(knob), out_(path, std::ios::binary | std::ios::trunc), token_bytes_(tokenizer.token_bytes()) {
   require(out_.good(), path.string(), ": cannot be written: ", reason_of_writing(errno), "; choose another ", knob);
   invariant(tokenizer.fingerprint().size() < sizeof header_.tokenizer && content.size() < sizeof header_.content, "fingerprints outgrew the corpus header");
   header_.vocab_size = static_cast<uint64_t>(tokenizer.vocab_size());
   header_.id_bytes = header_.vocab_size <= 1 << 16 ? 2 : 4;
-  header_.documents_as = static_cast<uint64_t>(documents);
+  header_.documents_as = static_cast<uint32_t>(documents);
+  header_.bos = bos ? 1 : 0;
   std::ranges::copy(tokenizer.fingerprint(), header_.tokenizer);
   std::ranges::copy(content, header_.content);
   const std::vector<char> room(sizeof(CorpusHeader));

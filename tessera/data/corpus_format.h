@@ -32,7 +32,8 @@ struct CorpusHeader {
   uint64_t text_bytes = 0;    ///< of all sources, uncompressed
   uint64_t piece_bytes = 0;   ///< sum of the ids' bytes of text: text_bytes where the tokenizer is lossless
   uint64_t documents = 0;     ///< that are told apart; where they are not, none
-  uint64_t documents_as = 0;  ///< what a document is: data.documents, by number
+  uint32_t documents_as = 0;  ///< what a document is: data.documents, by number
+  uint32_t bos = 0;           ///< 1: each document, or file where they are not told apart, begins with the beginning-of-text id
   char tokenizer[64] = {};    ///< Tokenizer::fingerprint, zero-terminated
   char content[24] = {};      ///< hash of the sources and the tokenizer, zero-terminated
   uint64_t blocks_hash = 0;   ///< of the block hashes
@@ -60,7 +61,7 @@ class CorpusWriter {
  public:
   /// Starts the file `path` anew. Throws ConfigError where it cannot be written, naming the `knob` that says where.
   CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content, const std::string& knob,
-               Documents documents = Documents::None);
+               Documents documents = Documents::None, bool bos = false);
 
   void add(std::span<const int32_t> ids);
   void end_document() { document_ends_.push_back(header_.tokens); }  ///< with what has been added

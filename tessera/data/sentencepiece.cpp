@@ -247,10 +247,8 @@ class SentencePieceTokenizer : public Tokenizer {
     return text;
   }
 
-  std::optional<int32_t> eos() const override {
-    const int id = model_.processor.eos_id();
-    return id < 0 ? std::nullopt : std::optional<int32_t>(id);
-  }
+  std::optional<int32_t> bos() const override { return id_if_any(model_.processor.bos_id()); }
+  std::optional<int32_t> eos() const override { return id_if_any(model_.processor.eos_id()); }
 
   const std::string& fingerprint() const override { return fingerprint_; }
   std::span<const uint32_t> token_bytes() const override { return model_.token_bytes; }
@@ -265,6 +263,8 @@ class SentencePieceTokenizer : public Tokenizer {
   std::unique_ptr<Encoder> encoder() const override { return std::make_unique<SentencePieceEncoder>(model_); }
 
  private:
+  static std::optional<int32_t> id_if_any(int id) { return id < 0 ? std::nullopt : std::optional<int32_t>(id); }
+
   Model model_;
   std::string fingerprint_;
 };

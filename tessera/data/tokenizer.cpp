@@ -100,4 +100,11 @@ void check_vocabulary(const Tokenizer& tokenizer, int64_t model_vocab_size) {
           " ids, and each needs a row; set model.vocab_size to ", tokenizer.vocab_size(), " or more, or use a smaller tokenizer");
 }
 
+int32_t require_bos(const Tokenizer& tokenizer, const std::string& knob) {
+  const auto bos = tokenizer.bos();
+  require(bos.has_value(), knob, ": the tokenizer (", tokenizer.fingerprint(),
+          ") has no beginning-of-text id to put in front of documents; do without (data.bos = false), or name a SentencePiece .model that has one");
+  return *bos;
+}
+
 }  // namespace tessera::data

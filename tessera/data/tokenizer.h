@@ -38,10 +38,11 @@ class Tokenizer {
   std::vector<int32_t> encode(std::string_view text) const;
 
   /// Text of `ids`. For `byte` and for every model with byte pieces and an identity normalizer, decode(encode(text)) == text, for any bytes.
-  /// Control ids (end of text) give nothing. Throws ConfigError on an id outside the vocabulary.
+  /// Control ids (beginning and end of text) give nothing. Throws ConfigError on an id outside the vocabulary.
   virtual std::string decode(std::span<const int32_t> ids) const = 0;
 
-  /// The end-of-text id, if the tokenizer has one.
+  /// The beginning-of-text and the end-of-text id, if the tokenizer has them.
+  virtual std::optional<int32_t> bos() const = 0;
   virtual std::optional<int32_t> eos() const = 0;
 
   /// Hash of everything that determines the ids; corpora and checkpoints are compared by it. `byte` for the byte tokenizer.
@@ -92,6 +93,9 @@ class ParallelEncoder : public Encoder {
 
 /// Throws ConfigError unless every id of the tokenizer is below `model_vocab_size` (model.vocab_size may exceed the tokenizer's, never the reverse).
 void check_vocabulary(const Tokenizer& tokenizer, int64_t model_vocab_size);
+
+/// The beginning-of-text id, which `knob` ("data.bos = true") asks for. Throws ConfigError where the tokenizer has none.
+int32_t require_bos(const Tokenizer& tokenizer, const std::string& knob);
 
 /// What train_tokenizer takes beside files and vocabulary size.
 struct TokenizerTraining {

@@ -1,7 +1,7 @@
 #include "tessera/train/reading.h"
 
+#include <algorithm>
 #include <cmath>
-#include <filesystem>
 
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/core/error.h"
@@ -11,24 +11,12 @@ namespace tessera {
 
 FoundTokenizer find_tokenizer(const FoundModel& model, const std::string& flag) {
   const Config& config = model.config;
-  FoundTokenizer found;
-  const bool is_named = !flag.empty() || config.model.from_hf.empty() || model.checkpoint || config.given.contains("data.tokenizer");
-  const std::filesystem::path own = is_named ? "" : std::filesystem::path(config.model.from_hf) / "tokenizer.model";
-  if (!is_named && std::filesystem::exists(own)) {
-    found.tokenizer = data::Tokenizer::load(own.string(), "--from-hf");
-    found.remarks.push_back(own.string() + ": is the tokenizer that is taken; --tokenizer names another");
-  } else {
-    found.tokenizer = flag.empty() ? data::Tokenizer::load(config.data.tokenizer) : data::Tokenizer::load(flag, "--tokenizer");
-    if (!is_named && config.model.vocab_size > found.tokenizer->vocab_size())
-      found.remarks.push_back(detail::concat("--from-hf = ", config.model.from_hf, ": brings no tokenizer.model, and the text is read as bytes, ids 0 to ",
-                                             found.tokenizer->vocab_size() - 1, " of a vocabulary of ", config.model.vocab_size,
-                                             "; name its tokenizer with --tokenizer, unless it was trained on bytes"));
-  }
-  data::check_vocabulary(*found.tokenizer, config.model.vocab_size);
+  const checkpoint::Manifest* const trained = model.checkpoint ? &model.checkpoint->manifest : nullptr;
+  FoundTokenizer found = open_tokenizer(config, trained, {.folder = "--from-hf", .tokenizer = "--tokenizer"}, flag);
   if (!model.checkpoint) return found;
   const auto& [folder, manifest, unused, remarks] = *model.checkpoint;
-  const auto identity = manifest.agreement.value("data.files", nlohmann::json());  // data_identity()
-  if (!identity.is_object() || identity.value("tokenizer", "") == found.tokenizer->fingerprint()) return found;
+  const auto identity = data_identity(manifest);
+  if (identity.empty() || identity.value("tokenizer", "") == found.tokenizer->fingerprint()) return found;
   const std::string saved = config_of(manifest.progress, folder.string()).data.tokenizer;
   const bool named = !flag.empty() || config.data.tokenizer != saved;
   const std::string knob = flag.empty() ? "data.tokenizer = " + config.data.tokenizer : "--tokenizer = " + flag;
@@ -38,7 +26,7 @@ FoundTokenizer find_tokenizer(const FoundModel& model, const std::string& flag) 
   return found;
 }
 
-Settings reading_settings(const FoundModel& model, const data::Tokenizer& tokenizer) {
+Settings reading_settings(const FoundModel& model, const FoundTokenizer& found) {
   Settings settings = shared_settings(model.config);
   if (model.checkpoint) {
     const auto& manifest = model.checkpoint->manifest;
@@ -46,7 +34,9 @@ Settings reading_settings(const FoundModel& model, const data::Tokenizer& tokeni
   } else {
     settings.emplace_back("--from-hf", "content " + checkpoint::hugging_face_fingerprint(model.config.model.from_hf));
   }
-  settings.emplace_back("--tokenizer", "content " + tokenizer.fingerprint());
+  settings.emplace_back("--tokenizer", "content " + found.tokenizer->fingerprint());
+  // Where nobody gave it, a file says it, of which each host may have its own.
+  std::ranges::find(settings, "data.bos", &Settings::value_type::first)->second = found.bos ? "true" : "false";
   return settings;
 }
 

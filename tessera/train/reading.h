@@ -6,23 +6,20 @@
 
 #include "tessera/config/config.h"
 #include "tessera/data/tokenizer.h"
+#include "tessera/train/found_tokenizer.h"
 #include "tessera/train/load_model.h"
 
 /// What `eval` and `generate` share beside the weights.
 namespace tessera {
 
-struct FoundTokenizer {
-  std::unique_ptr<data::Tokenizer> tokenizer;
-  std::vector<std::string> remarks;  ///< to be said aloud once: it is another one than the model was trained with
-};
-
 /// The tokenizer `flag` names, or else the one that the model was trained with, of a Hugging Face folder its tokenizer.model: ids mean nothing by another.
 /// Bytes where such a folder has none, which a remark says unless the vocabulary is that of bytes. A file that has changed since the checkpoint was written is
-/// refused, as `train` does; one that somebody names, by the flag or --set, is taken and remarked. Throws ConfigError.
+/// refused, as `train` does; one that somebody names, by the flag or --set, is taken and remarked. A text begins as those that it was trained with. Throws
+/// ConfigError.
 FoundTokenizer find_tokenizer(const FoundModel& model, const std::string& flag);
 
 /// What all ranks that read a model must have alike (check_ranks_agree), by content where paths name it: settings, checkpoint or weights, tokenizer.
-Settings reading_settings(const FoundModel& model, const data::Tokenizer& tokenizer);
+Settings reading_settings(const FoundModel& model, const FoundTokenizer& found);
 
 /// What there is to say before a model is read, once for all ranks: checkpoints that were passed over, settings without effect; refuses values among the
 /// latter that no run takes. Throws ConfigError.

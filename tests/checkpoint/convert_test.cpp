@@ -6,6 +6,7 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/fault_point.h"
+#include "tessera/checkpoint/files.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/safetensors.h"
@@ -132,6 +133,41 @@ TEST(Convert, WritesALlamaWithAWindowAsMistral) {
   Config reading;
   reading.model.from_hf = (folder / "hf").string();
   EXPECT_EQ(read_hugging_face_config(reading).sliding_window, 3);
+}
+
+/// Without an id that ends a text, a generate of transformers never does.
+TEST(Convert, SaysAtWhichIdsTextsBeginAndEnd) {
+  const TemporaryFolder folder;
+  for (const std::string family : {"llama", "gpt2"}) {
+    auto model = small(family, true);
+    const auto checkpoint = saved(folder / family, draw(model), 1);
+    int exported = 0;
+    const auto written = [&](const ExportOptions& options) {
+      const auto out = folder / (family + std::to_string(exported++));
+      export_hugging_face(checkpoint, model, out, options);
+      return std::pair(read_json(out / "config.json"), fs::exists(out / "generation_config.json") ? read_text_file(out / "generation_config.json", 100) : "");
+    };
+    const ExportOptions known{.text_ids = [] { return TextIds{.bos = 5, .eos = 6}; }};
+    EXPECT_EQ(written({}).first.at("eos_token_id"), nullptr);
+    EXPECT_EQ(written(known).first.at("bos_token_id"), 5);
+    EXPECT_EQ(written(known).first.at("eos_token_id"), 6);
+
+    const auto origin = folder / (family + "-origin");
+    model.from_hf = origin.string();
+    EXPECT_EQ(written(known).first.at("eos_token_id"), 6) << "the folder is gone";
+    fs::create_directory(origin);
+    write_all(origin / "config.json", R"({"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0})");
+    EXPECT_EQ(written(known).second, "");
+    write_all(origin / "generation_config.json", R"({"eos_token_id": 2})");
+    const auto [config, generation] = written(known);
+    EXPECT_EQ(config.at("bos_token_id"), 1);
+    EXPECT_EQ(config.at("eos_token_id"), nlohmann::json({2, 3}));
+    EXPECT_EQ(config.at("pad_token_id"), 0);
+    EXPECT_EQ(generation, R"({"eos_token_id": 2})");
+    write_all(origin / "config.json", R"({"eos_token_id": null})");
+    EXPECT_EQ(written(known).first.at("eos_token_id"), nullptr) << "as it was";
+    EXPECT_FALSE(written(known).first.contains("bos_token_id")) << "their class has one of its own";
+  }
 }
 
 TEST(Convert, RefusesWhatItCannotWrite) {

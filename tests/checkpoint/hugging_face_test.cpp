@@ -209,6 +209,25 @@ TEST(HuggingFaceConfigFile, KeysThatAreSetMustAgree) {
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("model.max_seq_len = 11"), HasSubstr("10"))));
 }
 
+TEST(HuggingFaceTokenizer, SaysWhetherATextHasABeginning) {
+  const TemporaryFolder folder;
+  EXPECT_EQ(hugging_face_tokenizer(folder.path()), std::nullopt);
+  EXPECT_FALSE(hugging_face_adds_bos(folder.path())) << "nothing is said";
+  write_all(folder / "tokenizer.model", "pieces");
+  EXPECT_EQ(hugging_face_tokenizer(folder.path()), folder / "tokenizer.model");
+  const auto adds = [&](const nlohmann::json& json) {
+    write_all(folder / "tokenizer_config.json", json.dump());
+    return hugging_face_adds_bos(folder.path());
+  };
+  EXPECT_TRUE(adds({{"add_bos_token", true}, {"tokenizer_class", "Unheard"}}));
+  EXPECT_FALSE(adds({{"add_bos_token", false}, {"tokenizer_class", "LlamaTokenizer"}}));
+  EXPECT_TRUE(adds({{"tokenizer_class", "LlamaTokenizer"}})) << "as that class does by itself";
+  EXPECT_TRUE(adds({{"add_bos_token", nullptr}, {"tokenizer_class", "LlamaTokenizerFast"}}));
+  EXPECT_FALSE(adds({{"tokenizer_class", "GPT2Tokenizer"}}));
+  EXPECT_FALSE(adds(nlohmann::json::object()));
+  EXPECT_THAT([&] { adds({{"add_bos_token", "yes"}}); }, ThrowsMessage<ConfigError>(HasSubstr("tokenizer_config.json: add_bos_token = \"yes\"")));
+}
+
 TEST(LoadHuggingFace, FillsLlamaInAnyDtype) {
   for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
     const TemporaryFolder folder;

@@ -22,7 +22,7 @@ std::vector<int64_t> all_ids(const Corpus& corpus) {
   return ids;
 }
 
-/// Any vocabulary size and an end-of-text id, to stand for tokenizers that are slow to train.
+/// Any vocabulary size, a beginning-of-text and an end-of-text id, the last two, to stand for tokenizers that are slow to train.
 class FakeTokenizer : public Tokenizer {
  public:
   explicit FakeTokenizer(int64_t vocab_size) : name_("fake-" + std::to_string(vocab_size)), token_bytes_(static_cast<size_t>(vocab_size), 1) {
@@ -30,6 +30,7 @@ class FakeTokenizer : public Tokenizer {
   }
   int64_t vocab_size() const override { return static_cast<int64_t>(token_bytes_.size()); }
   std::string decode(std::span<const int32_t> ids) const override { return byte_->decode(ids); }
+  std::optional<int32_t> bos() const override { return static_cast<int32_t>(token_bytes_.size() - 2); }
   std::optional<int32_t> eos() const override { return static_cast<int32_t>(token_bytes_.size() - 1); }
   const std::string& fingerprint() const override { return name_; }
   std::span<const uint32_t> token_bytes() const override { return token_bytes_; }
@@ -83,6 +84,27 @@ TEST(Corpus, SeparatesFilesAndWidensIds) {
     EXPECT_EQ(corpus->text_bytes(), 3);
     EXPECT_EQ(corpus->bytes(0, 4), 3);  // the separator stands for no text
     EXPECT_EQ(corpus->bytes(2, 2), 1);
+  }
+}
+
+TEST(Corpus, BeginsEachDocumentWithTheBeginningOfTextWhereThatIsAskedFor) {
+  Folder folder;
+  const FakeTokenizer fake(300);
+  const int64_t bos = 298, eos = 299;
+  const auto a = folder.write("a.txt", "ab\n\nc\n"), b = folder.write("b.txt", "x");
+  const auto made = [&](Documents documents, bool begins) { return Corpus::open_or_build({a, b}, fake, folder / "cache", 0, "data.files", documents, begins); };
+  EXPECT_EQ(all_ids(*made(Documents::None, true)), (std::vector<int64_t>{bos, 'a', 'b', '\n', '\n', 'c', '\n', eos, bos, 'x'}));
+  EXPECT_EQ(all_ids(*made(Documents::Files, true)), (std::vector<int64_t>{bos, 'a', 'b', '\n', '\n', 'c', '\n', eos, bos, 'x', eos}));
+  EXPECT_EQ(all_ids(*made(Documents::Lines, true)), (std::vector<int64_t>{bos, 'a', 'b', '\n', eos, bos, 'c', '\n', eos, bos, 'x', eos}));
+  EXPECT_EQ(all_ids(*made(Documents::Lines, false)), (std::vector<int64_t>{'a', 'b', '\n', eos, 'c', '\n', eos, 'x', eos})) << "another cache";
+  EXPECT_NE(made(Documents::Lines, true)->content(), made(Documents::Lines, false)->content()) << "a run goes on as it began";
+  // A packed file says it.
+  for (const bool begins : {false, true}) {
+    const auto packed = folder / (begins ? "with.bin" : "without.bin");
+    EXPECT_EQ(Corpus::build({a}, fake, packed, 0, "FILES", Documents::Lines, begins)->bos(), begins);
+    const auto open = [&](bool wanted) { return Corpus::open_or_build({packed}, fake, folder / "cache", 0, "data.files", Documents::Lines, wanted); };
+    EXPECT_EQ(open(begins)->bos(), begins);
+    EXPECT_THAT(refusal([&] { open(!begins); }), AllOf(HasSubstr(begins ? "data.bos = false" : "data.bos = true"), HasSubstr("tessera tokenize")));
   }
 }
 

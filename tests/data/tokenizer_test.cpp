@@ -96,6 +96,8 @@ TEST(ByteTokenizer, IsTheBytes) {
   const auto tokenizer = Tokenizer::load("byte");
   EXPECT_EQ(tokenizer->vocab_size(), 256);
   EXPECT_EQ(tokenizer->eos(), std::nullopt);
+  EXPECT_EQ(tokenizer->bos(), std::nullopt);
+  EXPECT_THAT(refusal([&] { require_bos(*tokenizer, "--bos"); }), testing::StartsWith("--bos: the tokenizer (byte) has no beginning-of-text id"));
   EXPECT_EQ(tokenizer->encode(std::string("A\0\xff", 3)), (std::vector<int32_t>{65, 0, 255}));
   expect_lossless(*tokenizer);
   expect_cuts_do_not_matter(*tokenizer);
@@ -130,6 +132,8 @@ TEST_P(SentencePiece, TrainsAndIsLossless) {
   const auto tokenizer = Tokenizer::load(path.string());
   EXPECT_EQ(tokenizer->vocab_size(), 400);
   EXPECT_EQ(tokenizer->eos(), 2);
+  EXPECT_EQ(tokenizer->bos(), 1);
+  EXPECT_EQ(require_bos(*tokenizer, "--bos"), 1);
   EXPECT_EQ(tokenizer->decode(std::vector<int32_t>{2, 1}), "");
   expect_lossless(*tokenizer);
   expect_cuts_do_not_matter(*tokenizer);

@@ -1,13 +1,15 @@
 """What `eval` and `generate` take a model by: its tokenizer as it was, a checkpoint of the step that its name says, numbers that are numbers."""
 
 import json
+import re
 import shutil
 import struct
+import subprocess
 import unittest
 
 import numpy
 
-from support import SystemTest, english, run
+from support import SystemTest, TESSERA, english, environment, run
 
 
 def with_value(path, tensor, value):
@@ -46,6 +48,45 @@ class Reading(SystemTest):
         self.assertEqual([json.loads(same.stdout), same.stderr.count("is not the tokenizer")], [whole, 0], same.stderr)
         for done in (self.eval("--checkpoint", ckpt, "--tokenizer", model, "--nproc", 2), self.eval("--checkpoint", ckpt, "--tokenizer", "byte")):
             self.assertEqual([done.returncode, done.stderr.count("is not the tokenizer")], [0, 1], done.stderr)
+
+    def test_a_folder_brings_its_tokenizer_and_says_how_a_text_begins(self):
+        model, hf = self.folder / "t.model", self.folder / "hf"
+        self.assertEqual(run("tokenize", "--train", "--vocab-size", 300, self.folder / "text.txt", "-o", model).returncode, 0)
+        self.assertEqual(run("convert", self.saved(f"data.tokenizer={model}", "model.vocab_size=300"), hf, "--to", "hf").returncode, 0)
+        config = json.loads((hf / "config.json").read_text())
+        self.assertEqual((config["bos_token_id"], config["eos_token_id"]), (1, 2))
+        shutil.copy(model, hf / "tokenizer.model")
+        plain = json.loads(self.eval("--from-hf", hf).stdout)
+        (hf / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+        begun = json.loads(self.eval("--from-hf", hf).stdout)
+        self.assertNotEqual(begun, plain)
+        self.assertEqual(json.loads(self.eval("--from-hf", hf, "--set", "data.bos=false").stdout), plain)
+        packed = self.folder / "held_out.bin"
+        self.assertEqual(run("tokenize", "--tokenizer", model, "--bos", self.folder / "held_out.txt", "-o", packed).returncode, 0)
+        flags = ("--from-hf", hf, "--seq-len", 32, "--micro-size", 16, "--json")
+        self.assertEqual(json.loads(run("eval", "--file", packed, *flags).stdout), begun)
+        self.assertIn("--bos: the tokenizer (byte)", self.refusal(run("tokenize", "--tokenizer", "byte", "--bos", self.folder / "held_out.txt")))
+        prompt_tokens = []  # as is said of a prompt that the model cannot see whole
+        for sets in ((), ("--set", "data.bos=false")):
+            words = [TESSERA, "generate", "--from-hf", hf, "--prompt", "etaoin shrdlu " * 9, "--max-tokens", "1", *sets]
+            done = subprocess.run(words, capture_output=True, env=environment())  # a model that learned little writes any bytes
+            self.assertEqual(done.returncode, 0, done.stderr)
+            prompt_tokens.append(int(re.search(rb"--prompt has (\d+) tokens", done.stderr)[1]))
+        self.assertEqual(prompt_tokens[0], prompt_tokens[1] + 1)
+
+        recipe, ckpt = self.folder / "from_hf.toml", self.folder / "adapted"
+        text = self.recipe.read_text().split("[data]")[1].replace('tokenizer = "byte"\n', "")
+        recipe.write_text(f"[model]\nfrom_hf = '{hf}'\n[data]{text}")
+        done, log = self.train("adapted-log", nproc=2, recipe=recipe, sets=[f"checkpoint.dir={ckpt}", "run.steps=3"])
+        said = [done.stderr.count(line) for line in ("is the tokenizer that is taken", "puts id 1 in front of a text")]
+        self.assertEqual(said, [1, 1], done.stderr)
+        self.assertIn(f'tokenizer = "{hf / "tokenizer.model"}"', (log / "config.toml").read_text())
+        (hf / "tokenizer_config.json").unlink()  # a run goes on as it began, and is read so
+        self.train("on-log", recipe=recipe, sets=[f"checkpoint.dir={ckpt}", "checkpoint.resume=latest", "run.steps=4"])
+        self.assertNotEqual(self.eval("--checkpoint", ckpt).stdout, self.eval("--checkpoint", ckpt, "--set", "data.bos=false").stdout)
+        (hf / "generation_config.json").write_text('{"eos_token_id": 2}')
+        self.assertEqual(run("convert", ckpt, self.folder / "again", "--to", "hf").returncode, 0)
+        self.assertEqual((self.folder / "again" / "generation_config.json").read_text(), '{"eos_token_id": 2}')
 
     def test_a_loss_that_is_no_number_is_none(self):
         exported = self.folder / "hf"
