@@ -184,6 +184,8 @@ Exported export_peft(const fs::path& checkpoint, const ModelConfig& model, const
   require(!is_there(out) && !fs::is_symlink(out), out.string(), ": exists already; name a folder that does not");
   const Manifest manifest = read_or_name_another([&] { return read_manifest(checkpoint); });
   const std::string trained = trained_beside(lora, manifest);
+  require(trained != kWholeModel, "--to peft: the whole model was trained, too, and what it became would be left behind; write it with its adapters (--to hf ",
+          "--merge-lora), or train adapters beside a folder that --to hf has written of it (model.from_hf)");
   require(trained.empty(), "--to peft: '", trained,
           "' (lora.trained) was trained beside the adapters, and would be left behind; write the whole model (--to hf --merge-lora)");
   const PeftNames names = peft_names(model);

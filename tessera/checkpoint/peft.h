@@ -12,8 +12,11 @@
 /// lora_B.weight [out, rank], and adapter_config.json.
 namespace tessera::checkpoint {
 
+/// Among progress.lora_trained: a run before the adapters trained the whole model.
+inline constexpr const char* kWholeModel = "**";
+
 /// Writes the adapters of a checkpoint, saved in any layout. `model` is resolved. Memory: one tensor at a time. The folder appears whole or not at all.
-/// Throws ConfigError: a checkpoint without adapters, parameters that were trained beside them (lora.trained, which the format has no place for here), adapters
+/// Throws ConfigError: a checkpoint without adapters, parameters that were trained beside or before them (the format has no place for these here), adapters
 /// of layers that Hugging Face stores as one (GPT-2's q, k and v), a folder that exists.
 Exported export_peft(const std::filesystem::path& checkpoint, const ModelConfig& model, const LoraConfig& lora, const std::filesystem::path& out,
                      const ExportOptions& options = {});

@@ -40,8 +40,8 @@ namespace {
 
 class LowRankTerm : public nn::Interceptor, public nn::DrawsMasks {
  public:
-  LowRankTerm(at::Tensor a, at::Tensor b, const Options& options)
-      : a_(std::move(a)), b_(std::move(b)), scale_(options.alpha / static_cast<double>(options.rank)), dropout_(options.dropout) {}
+  LowRankTerm(at::Tensor a, at::Tensor b, const Options& options, Alive alive)
+      : a_(std::move(a)), b_(std::move(b)), scale_(options.alpha / static_cast<double>(options.rank)), dropout_(options.dropout), alive_(std::move(alive)) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const at::Tensor x = inputs[0].toTensor();
@@ -67,6 +67,7 @@ class LowRankTerm : public nn::Interceptor, public nn::DrawsMasks {
 
   at::Tensor a_, b_;
   double scale_, dropout_;
+  Alive alive_;
 };
 
 template <class AnyLinear>
@@ -119,19 +120,18 @@ std::pair<at::Tensor, at::Tensor> matrices_of(AnyLinear& linear, const std::stri
   return has_matrices(linear) ? known_matrices(linear, path, options) : add_matrices(linear, options);
 }
 
-Attachment adapt(nn::LinearImpl& linear, const Options& options) {
+Attachment adapt(nn::LinearImpl& linear, const Options& options, const Alive& alive) {
   const auto [a, b] = matrices_of(linear, linear.path(), options);
-  const auto term = std::make_shared<LowRankTerm>(a, b, options);
-  nn::set_user(a, std::weak_ptr<const void>(term));
+  nn::add_user(a, alive);
   linear.set_called(true);
-  return nn::attach(linear, term);
+  return nn::attach(linear, std::make_shared<LowRankTerm>(a, b, options, alive));
 }
 
 /// Of libtorch's own Linear: a child that drops lets train(), eval() and wrappers reach it.
-PlainTerm adapt(torch::nn::LinearImpl& linear, const std::string& path, const Options& options) {
+PlainTerm adapt(torch::nn::LinearImpl& linear, const std::string& path, const Options& options, const Alive& alive) {
   const auto [a, b] = matrices_of(linear, path, options);
-  PlainTerm term{.path = path, .weight = linear.weight, .a = a, .b = b, .scale = options.alpha / static_cast<double>(options.rank)};
-  nn::set_user(a, std::weak_ptr<const void>(term.alive));
+  PlainTerm term{.path = path, .weight = linear.weight, .a = a, .b = b, .scale = options.alpha / static_cast<double>(options.rank), .alive = alive};
+  nn::add_user(a, alive);
   const std::string name = "lora_dropout";
   if (linear.named_children().contains(name)) linear.unregister_module(name);
   if (options.dropout > 0) term.dropout = linear.register_module(name, nn::Dropout(options.dropout));
@@ -175,15 +175,19 @@ Linears linears_matching(torch::nn::Module& root, const std::string& pattern) {
   return linears;
 }
 
-void freeze_all_but(torch::nn::Module& root, const std::vector<std::string>& trained) {
+/// What adapters that were attached before were told to train stays so for as long as they are.
+void freeze_all_but(torch::nn::Module& root, const std::vector<std::string>& trained, const Alive& alive) {
   const auto parameters = nn::unique_parameters(root);
   std::vector<bool> used(trained.size());
   for (const auto& parameter : parameters) {
-    bool learns = nn::is_adapter(parameter.name);
+    bool named = false;
     for (size_t i = 0; i < trained.size(); ++i) {
       if (!nn::matches(trained[i], parameter.name)) continue;
-      used[i] = learns = true;
+      used[i] = named = true;
     }
+    const bool adapts = nn::is_adapter(parameter.name);
+    if (named && !adapts) nn::add_user(parameter.tensor, alive);
+    const bool learns = adapts || nn::has_user(parameter.tensor);
     if (parameter.tensor.is_floating_point() || parameter.tensor.is_complex()) parameter.tensor.set_requires_grad(learns);
   }
   for (size_t i = 0; i < trained.size(); ++i) {
@@ -207,6 +211,7 @@ Attachment attach(torch::nn::Module& root, const Options& options) {
       }
     }
   };
+  const auto alive = std::make_shared<const char>();
   Attachment attached;
   std::vector<PlainTerm> terms;
   try {
@@ -215,13 +220,13 @@ Attachment attach(torch::nn::Module& root, const Options& options) {
       for (nn::LinearImpl* linear : linears.ours) {
         if (!named.insert(linear).second) continue;
         if (!has_matrices(*linear)) made.insert(linear);
-        attached.add(adapt(*linear, options));
+        attached.add(adapt(*linear, options, alive));
       }
       for (const auto& [path, linear] : linears.libtorchs) {
         if (!named.insert(linear).second) continue;
         require_weight_of_its_own(root, path, *linear);
         if (!has_matrices(*linear)) made.insert(linear);
-        terms.push_back(adapt(*linear, path, options));
+        terms.push_back(adapt(*linear, path, options, alive));
       }
     }
   } catch (...) {
@@ -230,7 +235,7 @@ Attachment attach(torch::nn::Module& root, const Options& options) {
   }
   attached.add(attach_to_products(std::move(terms)));
   draw();
-  freeze_all_but(root, options.trained);
+  freeze_all_but(root, options.trained, alive);
   return attached;
 }
 

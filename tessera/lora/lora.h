@@ -28,11 +28,11 @@ struct Options {
 };
 
 /// Adds A and B to every nn::Linear, and every Linear of libtorch's own, under `root` that one of the patterns names, attaches what computes them (innermost:
-/// call this before the model is cut or sharded), and freezes all else but `trained`. What is returned takes the terms away; the parameters stay, and a later
-/// call that names their layers computes with them again, as they were trained. Throws ConfigError for a pattern that names no linear layer (with the nearest
-/// path), or experts; for a layer whose terms are attached, or of another rank; and for a pattern of `trained` that names nothing. Libtorch's own get their
-/// term where this thread multiplies by their weight (plain_linear.h): call it on the thread that trains. They may be replicated (DDP, ZeRO 1 and 2), not
-/// sharded; state_dicts of the model list A and B beside the weight.
+/// call this before the model is cut or sharded), and freezes all else but `trained`, and but what adapters that are attached already were told to train. What
+/// is returned takes the terms away; the parameters stay, and a later call that names their layers computes with them again, as they were trained. Throws
+/// ConfigError for a pattern that names no linear layer (with the nearest path), or experts; for a layer whose terms are attached, or of another rank; and for
+/// a pattern of `trained` that names nothing. Libtorch's own get their term where this thread multiplies by their weight (plain_linear.h): call it on the
+/// thread that trains. They may be replicated (DDP, ZeRO 1 and 2), not sharded; state_dicts of the model list A and B beside the weight.
 [[nodiscard]] Attachment attach(torch::nn::Module& root, const Options& options);
 
 }  // namespace tessera::lora

@@ -11,13 +11,16 @@
 
 namespace tessera::lora {
 
+/// Held by all terms of one call of attach(), and by nothing else: nn::add_user.
+using Alive = std::shared_ptr<const char>;
+
 /// The thin matrices beside the weight of libtorch's own Linear.
 struct PlainTerm {
   std::string path;
   at::Tensor weight, a, b;
   double scale = 1;
-  nn::Dropout dropout{nullptr};                                  ///< null: none
-  std::shared_ptr<const char> alive = std::make_shared<char>();  ///< nn::set_user
+  nn::Dropout dropout{nullptr};  ///< null: none
+  Alive alive{};
 };
 
 /// Adds the terms where this thread multiplies by one of the weights: libtorch's Linear cannot be intercepted, but the operator that it calls (linear, addmm,

@@ -18,8 +18,8 @@ struct Along {
 void set_along(const at::Tensor& parameter, Along along);
 std::optional<Along> along_of(const at::Tensor& parameter);
 
-/// What computes with the parameter, for as long as it lives.
-void set_user(const at::Tensor& parameter, std::weak_ptr<const void> user);
+/// What computes with the parameter, or has it trained, for as long as it lives.
+void add_user(const at::Tensor& parameter, std::weak_ptr<const void> user);
 bool has_user(const at::Tensor& parameter);
 
 }  // namespace tessera::nn

@@ -31,7 +31,7 @@ struct ParameterData : c10::BackendMeta {
   std::vector<Dealt> dealt;
   std::shared_ptr<const DividedModel> divided;
   std::optional<Along> along;
-  std::weak_ptr<const void> user;
+  std::vector<std::weak_ptr<const void>> users;
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> updated_for, drawn_as;
 };
 
@@ -58,7 +58,7 @@ void change(const at::Tensor& tensor, Change&& how) {
     data->dealt = before->dealt;
     data->divided = before->divided;
     data->along = before->along;
-    data->user = before->user;
+    data->users = before->users;
     data->updated_for = before->updated_for;
     data->drawn_as = before->drawn_as;
   }
@@ -177,13 +177,16 @@ std::optional<Along> along_of(const at::Tensor& parameter) {
   return data ? data->along : std::nullopt;
 }
 
-void set_user(const at::Tensor& parameter, std::weak_ptr<const void> user) {
-  change(parameter, [&](ParameterData& data) { data.user = std::move(user); });
+void add_user(const at::Tensor& parameter, std::weak_ptr<const void> user) {
+  change(parameter, [&](ParameterData& data) {
+    std::erase_if(data.users, [](const auto& each) { return each.expired(); });
+    data.users.push_back(std::move(user));
+  });
 }
 
 bool has_user(const at::Tensor& parameter) {
   const auto data = data_of(parameter);
-  return data && !data->user.expired();
+  return data && std::ranges::any_of(data->users, [](const auto& each) { return !each.expired(); });
 }
 
 void set_divided(const at::Tensor& parameter, std::shared_ptr<const DividedModel> model) {

@@ -14,6 +14,7 @@ namespace {
 OptimConfig kind_of(OptimConfig settings) {
   const OptimConfig none;
   settings.lr = settings.min_lr = settings.weight_decay = 0;
+  settings.momentum = momentum_of(settings);  // given or not
   settings.decay_on = none.decay_on;
   settings.groups.clear();
   return settings;
@@ -37,9 +38,17 @@ ParameterGroup& group_of(std::vector<ParameterGroup>& groups, double weight_deca
 
 bool is_of(const OptimGroup& group, const std::string& name) { return nn::named_by(group.pattern, name).has_value(); }
 
+namespace {
+
+auto first_of(const std::vector<OptimGroup>& groups, const std::string& name) {
+  return std::ranges::find_if(groups, [&](const OptimGroup& group) { return is_of(group, name); });
+}
+
+}  // namespace
+
 ParameterSettings settings_of(const OptimConfig& config, const std::vector<OptimGroup>& groups, const std::string& name, size_t dims, const WholeModel& model) {
   require(config.decay_on == "all" || config.decay_on == "matrices", "optim.decay_on = ", config.decay_on, ": must be one of all, matrices");
-  const auto group = std::ranges::find_if(groups, [&](const OptimGroup& each) { return is_of(each, name); });
+  const auto group = first_of(groups, name);
   const bool grouped = group != groups.end();
   ParameterSettings own{grouped ? group->settings : config, grouped ? group->lr_factor : 1};
   const bool says_decay = grouped && group->given.contains("weight_decay");
@@ -92,6 +101,22 @@ void check_groups(const OptimConfig& config, const std::vector<nn::NamedParamete
             nearest(groups[i].pattern, std::vector<std::string>(known.begin(), known.end())), "' ('*' is any text between two dots, '**' any number of parts)");
     require(taken[i] > 0, place, "matches only parameters of groups before it, and the first that matches counts; put it before them");
   }
+}
+
+std::vector<std::string> groups_without_effect(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters) {
+  const auto groups = optim_groups(config);
+  std::set<std::string> trained;
+  for (const auto& parameter : parameters) {
+    const auto group = first_of(groups, parameter.name);
+    if (group != groups.end() && parameter.tensor.requires_grad()) trained.insert(group->pattern);
+  }
+  std::vector<std::string> idle;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (!trained.contains(groups[i].pattern))
+      idle.push_back(detail::concat("optim.groups, \"", config.groups[i], "\": has no effect, as all that it is of is frozen; name what is trained, such as ",
+                                    "**.lora_b, or train it (lora.trained)"));
+  }
+  return idle;
 }
 
 }  // namespace tessera::optim

@@ -39,4 +39,7 @@ std::vector<OptimizerShare> deal_groups(const OptimConfig& config, const std::ve
 /// that it matches. Throws ConfigError.
 void check_groups(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters);
 
+/// The groups of which every parameter that takes its settings from them is frozen, each with the reason: to be said aloud. Expects what check_groups takes.
+std::vector<std::string> groups_without_effect(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters);
+
 }  // namespace tessera::optim

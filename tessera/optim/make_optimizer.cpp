@@ -21,19 +21,21 @@ std::unique_ptr<Optimizer> make_named(const OptimConfig& settings, std::vector<P
   require(settings.state_dtype == "fp32", "optim.state_dtype = ", settings.state_dtype, ": must be one of fp32, bf16");
   const auto [beta1, beta2] = settings.betas;
   if (settings.name == "adamw") return std::make_unique<AdamW>(std::move(groups), AdamWOptions{beta1, beta2, settings.eps});
-  if (settings.name == "sgd") return std::make_unique<Sgd>(std::move(groups), SgdOptions{settings.momentum});
+  if (settings.name == "sgd") return std::make_unique<Sgd>(std::move(groups), SgdOptions{momentum_of(settings)});
   if (settings.name == "lion") return std::make_unique<Lion>(std::move(groups), LionOptions{beta1, beta2});
   if (settings.name == "adafactor")
-    return std::make_unique<Adafactor>(std::move(groups), AdafactorOptions{.eps = settings.eps, .momentum = settings.momentum}, std::move(model));
+    return std::make_unique<Adafactor>(std::move(groups), AdafactorOptions{.eps = settings.eps, .momentum = momentum_of(settings)}, std::move(model));
   if (settings.name == "adam8bit") return std::make_unique<Adam8bit>(std::move(groups), AdamWOptions{beta1, beta2, settings.eps}, std::move(model));
   if (settings.name == "muon")
-    return std::make_unique<Muon>(std::move(groups), MuonOptions{.momentum = settings.momentum, .steps = settings.ns_steps}, std::move(model));
+    return std::make_unique<Muon>(std::move(groups), MuonOptions{.momentum = momentum_of(settings), .steps = settings.ns_steps}, std::move(model));
   throw ConfigError(detail::concat("optim.name = ", settings.name, ": not built yet; available: adamw, sgd, lion, adafactor, adam8bit, muon"));
 }
 
 }  // namespace
 
 std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model, uint64_t seed) {
+  require(!config.split_heads || !uses_optimizer(config, {"muon"}), "optim.split_heads = true: no weight says here which of its rows are a head's; set ",
+          "optim::WholeModel::stacks[NAME] to the number of heads for each weight of queries, keys and values, and leave split_heads false");
   auto shares = deal_groups(config, parameters, model);
   if (shares.empty()) return make_named(config, {}, std::move(model), seed);
   std::vector<Several::Part> optimizers;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 #include <utility>
 
 #include <ATen/ops/addmm.h>
@@ -13,7 +14,8 @@
 
 // Matrices are sorted by size and dealt one to each rank in turn, so that ranks which stand in one round have matrices of about one size, to send as to
 // multiply. Each rank writes what it has of every matrix of a round where the matrix's rank will find it, zeros elsewhere; a sum puts the matrices together
-// without a word of who holds what. That all ranks deal alike follows from WholeModel::parameters, which are the same on all of them.
+// without a word of who holds what. That all ranks deal alike follows from WholeModel::parameters, which are the same on all of them; which of these are frozen
+// each asks its own model, for of one that is updated elsewhere it has no gradient to tell it by.
 
 namespace tessera::optim {
 
@@ -36,7 +38,11 @@ at::Tensor orthogonal(const at::Tensor& matrix, int steps) {
 }
 
 Muon::Muon(std::vector<ParameterGroup> groups, MuonOptions options, WholeModel model)
-    : Optimizer(std::move(groups)), options_(options), model_(settled(std::move(model), parameters_, "muon")), momentum_buffer_(zeros_like_parameters()) {
+    : Optimizer(std::move(groups)),
+      options_(options),
+      model_(settled(std::move(model), parameters_, "muon")),
+      frozen_(model_.frozen),
+      momentum_buffer_(zeros_like_parameters()) {
   for (size_t i = 0; i < parameters_.size(); ++i) index_of_[parameters_[i].name] = i;
   for (const Slice& whole : model_.parameters) {
     require(whole.shape.size() == 2, "optim.name = muon: '", whole.name, "' has ", whole.shape.size(),
@@ -53,8 +59,11 @@ int64_t Muon::matrices_in(const std::string& parameter) const {
 }
 
 std::vector<Muon::Round> Muon::deal_rounds() const {
+  std::set<std::string> frozen;
+  for (const auto& parameter : frozen_) frozen.insert(parameter.name);
   std::vector<Matrix> matrices;
   for (const Slice& whole : model_.parameters) {
+    if (frozen.contains(whole.name)) continue;
     const int64_t count = matrices_in(whole.name), rows = whole.shape[0] / count;
     for (int64_t i = 0; i < count && whole.logical_numel() > 0; ++i) matrices.push_back({whole.name, i * rows, rows, whole.shape[1]});
   }
@@ -72,16 +81,34 @@ std::vector<Muon::Round> Muon::deal_rounds() const {
   return rounds;
 }
 
+bool Muon::has_direction(const std::string& parameter) const {
+  const auto found = index_of_.find(parameter);
+  return found != index_of_.end() && direction_[found->second].defined();
+}
+
+void Muon::take_in_unfrozen() {
+  const size_t unfrozen = std::erase_if(frozen_, [&](const nn::NamedParameter& parameter) {
+    if (parameter.tensor.requires_grad()) return true;
+    const bool updated = has_direction(parameter.name);
+    require(
+        !updated || !model_.meets(), "optim.name = muon: '", parameter.name,
+        "' has a gradient and requires none, and other ranks, which hold parts of it, would leave it out; let it require one until the step is made, or clear "
+        "its gradient");
+    return updated;
+  });
+  if (unfrozen > 0) rounds_ = deal_rounds();
+}
+
 void Muon::exchange(const Matrix& matrix, const at::Tensor& whole, bool out) const {
-  const auto found = index_of_.find(matrix.parameter);
-  if (found == index_of_.end() || !direction_[found->second].defined()) return;
+  if (!has_direction(matrix.parameter)) return;
   if (out && model_.meets() && model_.held_elsewhere.contains(matrix.parameter)) return;  // what several ranks hold alike is one rank's to add
-  const Slice& slice = nn::slice_of(parameters_[found->second].tensor);
+  const size_t index = index_of_.at(matrix.parameter);
+  const Slice& slice = nn::slice_of(parameters_[index].tensor);
   for (size_t b = 0; b < slice.boxes.size(); ++b) {
     const Box& box = slice.boxes[b];
     const Box shared = intersect(box, {{matrix.first, 0}, {matrix.rows, matrix.columns}});
     if (shared.empty()) continue;
-    at::Tensor here = box_of(direction_[found->second], slice, b).narrow(0, shared.offset[0] - box.offset[0], shared.size[0]);
+    at::Tensor here = box_of(direction_[index], slice, b).narrow(0, shared.offset[0] - box.offset[0], shared.size[0]);
     at::Tensor there = whole.narrow(0, shared.offset[0] - matrix.first, shared.size[0]).narrow(1, shared.offset[1], shared.size[1]);
     out ? there.copy_(here) : here.copy_(there);
   }
@@ -98,9 +125,13 @@ void Muon::prepare(const std::vector<Batch>& batches) {
       direction_[batch.indices[k]] = gradient.lerp(average, options_.momentum).to(at::kFloat);
     }
   }
+  take_in_unfrozen();
   const at::Device device = parameters_.empty() ? model_.device.value_or(at::kCPU) : parameters_.front().tensor.device();
   const auto numbers = at::TensorOptions(device).dtype(at::kFloat);
+  // A rank alone knows what has no gradient.
+  const auto is_idle = [&](const Placed& placed) { return !model_.meets() && !has_direction(placed.matrix.parameter); };
   for (const Round& round : rounds_) {
+    if (std::ranges::all_of(round.matrices, is_idle)) continue;
     const at::Tensor all = at::zeros({model_.ranks.size(), round.length}, numbers);
     const at::Tensor mine = model_.meets() ? at::empty({round.length}, numbers) : all[0];
     const auto at_place = [](const at::Tensor& row, const Placed& placed) {
@@ -109,7 +140,7 @@ void Muon::prepare(const std::vector<Batch>& batches) {
     for (const Placed& placed : round.matrices) exchange(placed.matrix, at_place(all[placed.rank], placed), /*out=*/true);
     if (model_.meets()) model_.collect(all, mine);
     for (const Placed& placed : round.matrices) {
-      if (placed.rank == model_.ranks.rank()) at_place(mine, placed).copy_(orthogonal(at_place(mine, placed), options_.steps));
+      if (placed.rank == model_.ranks.rank() && !is_idle(placed)) at_place(mine, placed).copy_(orthogonal(at_place(mine, placed), options_.steps));
     }
     if (model_.meets()) model_.spread(mine, all);
     for (const Placed& placed : round.matrices) exchange(placed.matrix, at_place(all[placed.rank], placed), /*out=*/false);

@@ -19,7 +19,8 @@ struct MuonOptions {
 /// A parameter that is several matrices (WholeModel::stacks: experts, heads) has each of them made orthogonal by itself, and scaled by its own shape.
 ///
 /// Where parameters are parts, matrices are dealt over the ranks: a reduce_scatter brings the parts of each to one rank, which makes it orthogonal, and an
-/// all_gather brings the results to all. So no product is made twice among them (replicas of them all make it), and parts of any form do.
+/// all_gather brings the results to all. So no product is made twice among them (replicas of them all make it), and parts of any form do. What is frozen
+/// (WholeModel::frozen) is left out, until the model's parameter requires a gradient when a step begins.
 ///   state    momentum_buffer: the parameter's slice, in its dtype
 ///   memory   4 bytes an element; while it steps 4 more, and where ranks meet a round of matrices: round_bytes, or one matrix, for each rank
 ///   traffic  where ranks meet, of n that hold all of a model's matrices together: 8 (n - 1) / n bytes sent for each element of all of them
@@ -51,6 +52,9 @@ class Muon : public Optimizer {
   };
 
   std::vector<Round> deal_rounds() const;
+  bool has_direction(const std::string& parameter) const;
+  /// Deals anew once a parameter that was frozen is not.
+  void take_in_unfrozen();
   /// Copies this rank's part of a matrix: out of its direction into `whole` [rows, columns], or back.
   void exchange(const Matrix& matrix, const at::Tensor& whole, bool out) const;
   int64_t matrices_in(const std::string& parameter) const;
@@ -61,6 +65,7 @@ class Muon : public Optimizer {
 
   MuonOptions options_;
   WholeModel model_;
+  std::vector<nn::NamedParameter> frozen_;  ///< of model_.frozen, those that are so still
   std::vector<Round> rounds_;
   std::vector<at::Tensor> momentum_buffer_;
   std::vector<at::Tensor> direction_;         ///< between begin and apply, of each of parameters_: fp32, its slice

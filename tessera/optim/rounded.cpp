@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
+#include "tessera/config/optim_groups.h"
 #include "tessera/core/error.h"
 #include "tessera/core/rng.h"
 #include "tessera/kernels/stochastic_update.h"
@@ -66,7 +67,7 @@ class Rounded final : public Optimizer {
       const kernels::LionStep step{.lr = batch.lr, .beta1 = beta1, .beta2 = beta2, .weight_decay = batch.weight_decay};
       kernels::stochastic_lion_(parameter, gradient, state_[0][index], run, step, rng);
     } else {
-      const kernels::StochasticSgd step{.lr = batch.lr, .momentum = settings_.momentum, .weight_decay = batch.weight_decay};
+      const kernels::StochasticSgd step{.lr = batch.lr, .momentum = momentum_of(settings_), .weight_decay = batch.weight_decay};
       kernels::stochastic_sgd_(parameter, gradient, kept_.empty() ? at::Tensor() : state_[0][index], run, step, rng);
     }
   }
@@ -105,7 +106,7 @@ std::unique_ptr<Optimizer> make_rounded(const OptimConfig& settings, std::vector
   } else {
     require(settings.name == "sgd", "optim.name = ", settings.name,
             " has no update with stochastic rounding; set optim.name = adamw, lion or sgd, or optim.state_dtype and precision.master to fp32");
-    if (settings.momentum != 0) kept = {"momentum_buffer"};
+    if (momentum_of(settings) != 0) kept = {"momentum_buffer"};
   }
   return std::make_unique<Rounded>(std::move(groups), settings, std::move(kept), seed);
 }

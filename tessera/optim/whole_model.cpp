@@ -44,6 +44,11 @@ void WholeModel::spread(const at::Tensor& mine, const at::Tensor& all) const {
   if (there != all.device()) at::Tensor(all).view({-1}).copy_(message);
 }
 
+void add_parameter(WholeModel& model, const nn::NamedParameter& parameter) {
+  model.parameters.push_back(Slice::whole(parameter.name, nn::slice_of(parameter.tensor).shape));
+  if (!parameter.tensor.requires_grad()) model.frozen.push_back(parameter);
+}
+
 void note_uses(WholeModel& model, const torch::nn::Module& root) {
   std::unordered_map<const c10::TensorImpl*, std::string> names;
   for (const auto& parameter : nn::unique_parameters(root)) names.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.name);
@@ -72,7 +77,7 @@ void note_held_elsewhere(WholeModel& model, const std::vector<nn::NamedParameter
 
 WholeModel whole_model(const torch::nn::Module& root) {
   WholeModel model;
-  for (const auto& parameter : nn::unique_parameters(root)) model.parameters.push_back(Slice::whole(parameter.name, nn::slice_of(parameter.tensor).shape));
+  for (const auto& parameter : nn::unique_parameters(root)) add_parameter(model, parameter);
   note_uses(model, root);
   return model;
 }

@@ -34,6 +34,8 @@ struct WholeModel {
   std::set<std::string> looked_up{}, heads{};
   /// Of these, by name, the ones that are several matrices of as many rows, one below the other, and how many: experts.
   std::map<std::string, int64_t> stacks{};
+  /// Of these, as the model has them, the ones that required no gradient when this was made, the same on all ranks: Muon leaves them out until they do.
+  std::vector<nn::NamedParameter> frozen{};
   /// The ranks that hold other elements, and where their messages lie, unless beside the parameters. Of one rank: it holds all.
   comm::Group ranks{};
   std::optional<at::Device> device{};
@@ -45,6 +47,9 @@ struct WholeModel {
   void collect(const at::Tensor& all, const at::Tensor& mine) const;
   void spread(const at::Tensor& mine, const at::Tensor& all) const;
 };
+
+/// Adds a parameter of the model, which some rank may hold a part of.
+void add_parameter(WholeModel& model, const nn::NamedParameter& parameter);
 
 /// Notes which of the weights of `root` are looked up (nn::Embedding, libtorch's Embedding and EmbeddingBag), which make logits (nn::LanguageModelHead), and
 /// which are stacks (nn::GroupedExperts), under the names that unique_parameters gives them.

@@ -15,6 +15,7 @@
 #include "tessera/precision/policy.h"
 #include "tessera/train/adapters.h"
 #include "tessera/train/compose.h"
+#include "tessera/train/found_tokenizer.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/places.h"
@@ -86,7 +87,18 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
   saved.context = {};
   saved.pipeline = {};
   saved.offload = {};
-  saved.run.device = RunConfig().device;
+  // Nor are the network, folders and limits of the machine that it was trained on those of the reader's.
+  const Config here;
+  saved.comm.backend = here.comm.backend;
+  saved.comm.algorithm = here.comm.algorithm;
+  saved.comm.table = here.comm.table;
+  saved.comm.interface = here.comm.interface;
+  saved.data.cache_dir = here.data.cache_dir;
+  saved.log.dir = here.log.dir;
+  saved.run.device = here.run.device;
+  saved.run.threads = here.run.threads;
+  saved.run.memory_limit_bytes = here.run.memory_limit_bytes;
+  saved.run.deterministic = here.run.deterministic;
   found.config = parse_config(to_toml(saved), std::filesystem::current_path(), sets, source);
   found.config.run.seed = saved.run.seed;  // from which frozen weights in fewer bits are made again
   resolve(found.config);
@@ -106,6 +118,7 @@ FoundModel find_model(const ModelSource& source, const std::vector<std::string>&
   all.push_back("model.from_hf=" + source.from_hf.string());
   found.config = parse_config("", std::filesystem::current_path(), all, "--from-hf");
   found.config.model = checkpoint::read_hugging_face_config(found.config);
+  take_folder_tokenizer(found.config);
   resolve(found.config);
   validate_reading(found.config);
   (void)quantized_weights(found.config);  // or a refusal

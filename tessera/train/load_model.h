@@ -26,7 +26,7 @@ struct ModelSource {
 struct FoundCheckpoint {
   std::filesystem::path folder;
   checkpoint::Manifest manifest;
-  Config config;                       ///< without the layout, which is not the reader's, and with `--set` on top, resolved
+  Config config;                       ///< without the layout and the machine, which are not the reader's, and with `--set` on top, resolved
   std::vector<std::string> remarks{};  ///< to be said aloud once: newer ones that were passed over
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "tessera/checkpoint/peft.h"
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/core/error.h"
 #include "tessera/core/json_reason.h"
@@ -59,7 +60,9 @@ std::vector<std::string> trained_beside_adapters(const Config& config, const nlo
       if (std::ranges::find(all, pattern) == all.end()) all.push_back(pattern);
     }
   };
-  add(config_of(progress, source).lora.trained);
+  const LoraConfig before = config_of(progress, source).lora;
+  add(before.trained);
+  if (before.modules.empty()) add({checkpoint::kWholeModel});
   if (progress.contains("lora_trained")) {
     add(read_field(progress, "lora_trained", source, [](const nlohmann::json& saved) { return saved.get<std::vector<std::string>>(); }));
   }

@@ -19,7 +19,8 @@ namespace tessera {
 /// belong to. `plans`: as JSON the plan, or a list of them, stage by stage and in each by rank of the axis that cuts layers, where these differ.
 nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const nlohmann::json& plans, const nlohmann::json& algorithms, int data_ranks);
 
-/// Patterns of what was trained beside adapters (lora.trained) in this run and in those that it goes on from: in a checkpoint, progress.lora_trained.
+/// Patterns of what was trained beside adapters (lora.trained) in this run and in those that it goes on from, of one without adapters all
+/// (checkpoint::kWholeModel): in a checkpoint, progress.lora_trained.
 std::vector<std::string> trained_beside_adapters(const Config& config, const nlohmann::json& progress, const std::string& source);
 
 /// Each reads its part back. Throw ConfigError naming `source` where it is missing or damaged.

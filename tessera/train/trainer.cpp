@@ -203,6 +203,7 @@ Trainer::Trainer(Config config, comm::World& world, Inputs inputs, std::optional
       hosts_(hosts_of(world)),
       mesh_(world, mesh_shape(config_.mesh, config_.zero.stage, world.size())),
       scope_(config_, world.local_size(), prepared(memory, world)),
+      quantized_from_(config_.checkpoint.dir.empty() ? "" : quantized_source(config_)),
       stepper_(config_, mesh_, device_, scope_, inputs_.resume),
       feed_(data::Loader(inputs_.corpus, loader_options(config_, mesh_)), device_),
       stragglers_(config_.log.straggler_ratio),
@@ -399,7 +400,7 @@ void Trainer::save(int64_t step) {
   if (!config_.lora.modules.empty()) state.progress["lora_trained"] = trained_beside(config_, inputs_.resume);
   if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(stepper_.forward_only(), feed_.cursor());
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));
-  if (std::string source = quantized_source(config_); !source.empty()) state.agreement["quantize.from"] = std::move(source);
+  if (!quantized_from_.empty()) state.agreement["quantize.from"] = quantized_from_;
   state.run = identity_;
   saver_->save(state);
   save_blocked_s_ += seconds_since(start);

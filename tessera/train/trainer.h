@@ -90,6 +90,7 @@ class Trainer {
   Mesh mesh_;
   RankScope scope_;
   std::unique_ptr<MemoryWatch> watch_;  ///< before the stepper, whose scopes may still be open when a step fails
+  std::string quantized_from_;          ///< what frozen weights in fewer bits are made of when the stepper makes them; their files may go, or change
   Stepper stepper_;
   BatchFeed feed_;
   StragglerWatch stragglers_;

@@ -161,6 +161,7 @@ TEST_F(Peft, MergedWeightsAreTheSum) {
   for (const std::string family : {"llama", "gpt2"}) {
     weights_.clear();
     fs::remove_all(folder_ / "hf");
+    fs::remove_all(folder_ / "step-00000004");
     draw(family, {"attention.wq", "feed_forward.w2"});
     export_hugging_face(save_by(3), model_, folder_ / "hf", {.lora_scale = kAlpha / kRank});
     std::vector<SlicedTensor> targets;

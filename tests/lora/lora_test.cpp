@@ -288,6 +288,27 @@ TEST(Lora, ASecondCallForOtherLayersLeavesTheFirstOnesAsTheyWereTrained) {
   EXPECT_GT(parameter(*net, "second.lora_a").abs().max().item<double>(), 0);
 }
 
+TEST(Lora, ASecondCallLeavesWhatTheFirstWasToldToTrain) {
+  Net net;
+  const auto trained = [&] {
+    std::vector<std::string> names;
+    for (const auto& each : net->named_parameters()) {
+      if (each.value().requires_grad() && each.key().find("lora_") == std::string::npos) names.push_back(each.key());
+    }
+    return names;
+  };
+  auto first = lora::attach(*net, {.modules = {"first"}, .trained = {"first.bias", "plain.bias"}});
+  auto second = lora::attach(*net, {.modules = {"second"}, .trained = {"plain.bias", "plain.weight"}});
+  EXPECT_THAT(trained(), testing::UnorderedElementsAre("first.bias", "plain.bias", "plain.weight"));
+  second.detach();
+  second = lora::attach(*net, {.modules = {"second"}});
+  EXPECT_THAT(trained(), testing::UnorderedElementsAre("first.bias", "plain.bias")) << "what nobody trains any more is frozen";
+  first.detach();
+  second.detach();
+  second = lora::attach(*net, {.modules = {"plain"}});
+  EXPECT_THAT(trained(), testing::IsEmpty());
+}
+
 /// What a refused call has registered is there, and would be taken for trained matrices.
 TEST(Lora, ARefusedCallLeavesNothingUndrawn) {
   Net net, other;

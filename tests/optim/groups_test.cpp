@@ -144,6 +144,26 @@ TEST(Groups, ThatAreOfNothingAreRefused) {
   EXPECT_THAT(testing_support::refusal([&] { check_groups(config, parameters); }), AllOf(HasSubstr("'**.norm'"), HasSubstr("groups before it")));
 }
 
+TEST(Groups, OfWhatIsFrozenAreNamed) {
+  OptimConfig config = grouped_config();
+  const auto parameters = named_parameters();
+  EXPECT_THAT(groups_without_effect(config, parameters), ::testing::IsEmpty());
+  for (const size_t i : {0, 3, 4}) at::Tensor(parameters[i].tensor).requires_grad_(false);
+  EXPECT_THAT(groups_without_effect(config, parameters),
+              ::testing::ElementsAre(AllOf(HasSubstr("\"embed: name = lion"), HasSubstr("has no effect")), HasSubstr("\"layers.1: eps = 1e-3\"")))
+      << "norms have one that learns";
+  config.groups = {"layers.1: lr_factor = 2", "**.norm: weight_decay = 0"};
+  EXPECT_THAT(groups_without_effect(config, parameters), ::testing::ElementsAre(HasSubstr("\"layers.1: lr_factor = 2\"")));
+}
+
+TEST(Groups, AMomentumThatIsNotGivenIsTheOptimizersOwn) {
+  OptimConfig config = grouped_config();
+  config.groups = {"layers.1: name = muon"};
+  const auto shares = deal_groups(config, named_parameters(), {});
+  ASSERT_EQ(shares.size(), 2) << "what Muon leaves to AdamW goes with the rest";
+  EXPECT_EQ(shares[1].settings.momentum, 0.95);
+}
+
 /// A number that a device has decides nothing for what the host updates, and what that makes lies beside the device.
 TEST(Several, KnowsWhichOfThemUpdateOnTheHost) {
   OptimConfig config;

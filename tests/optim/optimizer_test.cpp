@@ -41,7 +41,7 @@ std::unique_ptr<torch::optim::Optimizer> torch_optimizer(const std::string& name
   if (name == "adamw") {
     return std::make_unique<torch::optim::AdamW>(tensors_of(parameters), torch::optim::AdamWOptions(0).weight_decay(config.weight_decay));
   }
-  return std::make_unique<torch::optim::SGD>(tensors_of(parameters), torch::optim::SGDOptions(0).momentum(config.momentum).weight_decay(config.weight_decay));
+  return std::make_unique<torch::optim::SGD>(tensors_of(parameters), torch::optim::SGDOptions(0).momentum(*config.momentum).weight_decay(config.weight_decay));
 }
 
 void set_lr(torch::optim::Optimizer& optimizer, double lr) {

@@ -7,14 +7,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
-#include "tessera/comm/world.h"
+#include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tessera/kernels/adam8bit.h"
+#include "tessera/nn/operators.h"
 #include "tessera/optim/adam8bit.h"
 #include "tessera/optim/muon.h"
 #include "tessera/optim/optimizer.h"
 #include "tests/optim/parameters.h"
+#include "tests/refusal.h"
 
 // Optimizers that libtorch has none of in C++, beside the formulas of their papers in fp64; and those whose update is not element by element in parts, beside
 // themselves whole.
@@ -75,9 +78,9 @@ void plain_adafactor(Plain& plain, const at::Tensor& g, const OptimConfig& confi
   }
   at::Tensor u = g / v.clamp_min(config.eps * config.eps).sqrt();
   u = u / std::max(1.0, rms(u));
-  if (config.momentum > 0) {
+  if (const double momentum = config.momentum.value(); momentum > 0) {
     at::Tensor& average = plain.keep("exp_avg", g.sizes());
-    average = average * config.momentum + u * (1 - config.momentum);
+    average = average * momentum + u * (1 - momentum);
     u = average;
   }
   plain.p = plain.p * (1 - lr * config.weight_decay) - std::min(lr, 1 / std::sqrt(k)) * size * u;
@@ -123,8 +126,9 @@ void plain_muon(Plain& plain, const at::Tensor& g, const OptimConfig& config, do
     return;
   }
   at::Tensor& m = plain.keep("momentum_buffer", g.sizes());
-  m = config.momentum * m + (1 - config.momentum) * g;
-  const at::Tensor u = plain_orthogonal(config.momentum * m + (1 - config.momentum) * g, config.ns_steps);
+  const double momentum = config.momentum.value_or(0.95);
+  m = momentum * m + (1 - momentum) * g;
+  const at::Tensor u = plain_orthogonal(momentum * m + (1 - momentum) * g, config.ns_steps);
   plain.p = plain.p * (1 - lr * config.weight_decay) - lr * 0.2 * std::sqrt(static_cast<double>(std::max(g.size(0), g.size(1)))) * u;
 }
 
@@ -133,6 +137,22 @@ TEST(Muon, TakesAsManyStepsAsAsked) {
   OptimConfig config = reference_config("muon", 0.9);
   config.ns_steps = 3;
   expect_reference(config, plain_muon);
+}
+
+TEST(Muon, HasItsOwnMomentumWhereAProgramGivesNone) {
+  OptimConfig config = reference_config("muon");
+  config.momentum.reset();
+  expect_reference(config, plain_muon);
+}
+
+/// By names no parameter tells its heads.
+TEST(Muon, IsToldHeadsAsStacks) {
+  OptimConfig config = reference_config("muon");
+  config.split_heads = true;
+  EXPECT_THAT(testing_support::refusal([&] { make_optimizer(config, make_parameters({{4, 3}})); }),
+              testing::AllOf(testing::HasSubstr("optim.split_heads = true"), testing::HasSubstr("optim::WholeModel::stacks")));
+  config.name = "adamw";
+  EXPECT_NO_THROW(make_optimizer(config, make_parameters({{4, 3}})));
 }
 
 /// Experts, or heads: a parameter of several matrices is updated as these by themselves.
@@ -409,6 +429,66 @@ TEST(Muon, RoundsDoNotShowInTheBits) {
     const auto& expected = results.at({int64_t{1} << 20, key.second});
     for (size_t i = 0; i < tensors.size(); ++i) EXPECT_TRUE(at::equal(tensors[i], expected[i])) << key.first << " bytes, parameter " << i;
   }
+}
+
+/// Two of four matrices begin to learn in the second step: on one rank, and on two that hold rows of each, whose models say so.
+TEST(Muon, LeavesOutWhatIsFrozenUntilItIsNot) {
+  const std::vector<std::vector<int64_t>> shapes(4, {8, 6});
+  constexpr int kSteps = 3;
+  const auto learns = [](int step, size_t i) { return i < 2 || step > 1; };
+  const auto alone = make_parameters(shapes);
+  std::vector<at::Tensor> begin;
+  for (const auto& parameter : alone) begin.push_back(parameter.tensor.detach().clone());
+  std::vector<std::vector<at::Tensor>> gradients(kSteps + 1);
+  std::vector<double> flops;
+  Muon reference(std::vector{ParameterGroup{alone}});
+  for (int step = 1; step <= kSteps; ++step) {
+    draw_gradients(alone, step);
+    for (size_t i = 0; i < alone.size(); ++i) {
+      gradients[step].push_back(alone[i].tensor.grad().clone());
+      if (!learns(step, i)) at::Tensor(alone[i].tensor).mutable_grad().reset();
+    }
+    const auto counter = std::make_shared<nn::FlopCounter>();
+    const nn::OperatorScope scope(counter);
+    reference.step(0.1);
+    flops.push_back(counter->flops());
+  }
+  EXPECT_GT(flops[0], 0);
+  EXPECT_EQ(flops[1], 2 * flops[0]);
+
+  const auto recorder = std::make_shared<comm::Recorder>();
+  const auto body = [&](comm::World& world) {
+    const at::Device here = testing_support::test_device();
+    WholeModel model;
+    model.ranks = world.group();
+    std::vector<nn::NamedParameter> mine;
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      add_parameter(model, {alone[i].name, at::zeros(shapes[i]).requires_grad_(learns(1, i)), {}});
+      const Slice part = part_of(Cut::Rows, alone[i].name, shapes[i], 2, world.rank());
+      const at::Tensor local = take(begin[i], part).clone().to(here).requires_grad_();
+      nn::set_slice(local, part);
+      mine.push_back({alone[i].name, local, {}});
+    }
+    Muon optimizer(std::vector{ParameterGroup{mine}}, {}, model);
+    for (int step = 1; step <= kSteps; ++step) {
+      for (const auto& parameter : model.frozen) at::Tensor(parameter.tensor).requires_grad_(step > 1);
+      for (size_t i = 0; i < mine.size(); ++i) {
+        if (learns(step, i)) mine[i].tensor.mutable_grad() = take(gradients[step][i], nn::slice_of(mine[i].tensor)).clone().to(here);
+      }
+      optimizer.step(0.1);
+    }
+    for (size_t i = 0; i < mine.size(); ++i) {
+      EXPECT_TRUE(at::allclose(mine[i].tensor.detach().cpu(), take(alone[i].tensor.detach(), nn::slice_of(mine[i].tensor)).cpu(), 1e-5, 1e-6)) << mine[i].name;
+    }
+    for (const auto& parameter : model.frozen) at::Tensor(parameter.tensor).requires_grad_(false);
+    Muon other(std::vector{ParameterGroup{mine}}, {}, model);
+    EXPECT_THAT(testing_support::refusal([&] { other.step(0.1); }), testing::HasSubstr("'p2' has a gradient and requires none"));
+  };
+  comm::run_ranks(2, body, {.decorators = {comm::recording(recorder)}});
+  int64_t sent = 0;
+  for (const auto& record : recorder->records()) sent += record.site == "optimizer" ? record.sent_bytes : 0;
+  // Of n = 2 ranks each sends 8 (n - 1) / n bytes of each element.
+  EXPECT_EQ(sent, 2 * 8 * (2 + 4 + 4) * (8 * 6) / 2);
 }
 
 TEST(InParts, NeedsToKnowWhoHoldsTheRest) {

@@ -45,7 +45,12 @@ class Lora(SystemTest):
         self.train("base-run", recipe=recipe, sets=sets)
         lora = [f"lora.modules={MODULES}", "run.steps=5"]
         partial = ["checkpoint.partial=['**.lora_a','**.lora_b']", f"checkpoint.resume={self.folder / 'base' / 'step-00000003'}"]
-        self.train("adapted-run", recipe=recipe, sets=[*lora, *partial])
+        adapted, groups = self.folder / "adapted", 'optim.groups=["norm: weight_decay = 0"]'
+        done, _ = self.train("adapted-run", nproc=2, recipe=recipe, sets=[*lora, *partial, groups, f"checkpoint.dir={adapted}"])
+        self.assertEqual(done.stderr.count('"norm: weight_decay = 0": has no effect, as all that it is of is frozen'), 1, done.stderr)
+        refused = self.refusal(self.command("convert", adapted, self.folder / "adapter", "--to", "peft", expect=2))
+        self.assertIn("the whole model was trained, too", refused)
+        self.assertIn("--to hf --merge-lora", refused)
         done, _ = self.train("quantized-run", recipe=recipe, sets=[*lora, *partial, f"quantize.modules={MODULES}"], expect=2)
         self.assertIn("name that folder as model.from_hf", self.refusal(done))
 
