@@ -40,7 +40,10 @@ void check_data(const nlohmann::json& saved, const nlohmann::json& current, cons
   const auto identity = [](const nlohmann::json& agreement) { return agreement.value("data.files", nlohmann::json()); };
   const auto before = identity(saved), now = identity(current);
   if (!before.is_object() || !now.is_object() || before == now) return;
+  const auto bos_of = [](const nlohmann::json& data) { return data.value("bos", false) ? "true" : "false"; };
   const bool same_tokenizer = before.value("tokenizer", nlohmann::json()) == now.value("tokenizer", nlohmann::json());
+  require(!same_tokenizer || bos_of(before) == bos_of(now), "data.bos = ", bos_of(now), ": ", source, " was written with ", bos_of(before),
+          "; resume with the same value, or start anew with checkpoint.resume = \"\"");
   throw ConfigError(detail::concat(same_tokenizer ? "data.files: the text is not the one" : "data.tokenizer: the tokenizer is not the one", " that ", source,
                                    " was written with; resume with the same, as it was then, or start anew with checkpoint.resume = \"\""));
 }
@@ -52,6 +55,7 @@ nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_ide
   add_fields(fields, "model", config.model);
   add_fields(fields, "data", config.data);
   fields.erase("data.seq_len");
+  fields.erase("data.bos");  // where nobody gave it, files say it: what it was is part of the identity
   fields["data.files"] = data_identity;
   fields["run.seed"] = config.run.seed;
   fields["lora.modules"] = config.lora.modules;
@@ -81,7 +85,8 @@ std::vector<std::string> changed_settings(const Config& saved, const Config& cur
 void check_agreement(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source,
                      const std::map<std::string, std::string>& followed) {
   require(saved.is_object() && current.is_object(), source, ": holds no configuration to agree with");
-  const auto defaults = agreement_of(Config{}, {});  // what held for a run that was saved before there was such a key
+  auto defaults = agreement_of(Config{}, {});           // what held for a run that was saved before there was such a key
+  add_fields(defaults, "quantize", Config{}.quantize);  // or without quantised weights
   const auto theirs = [&](const std::string& key) { return (saved.contains(key) ? saved : defaults).at(key).dump(); };
   check_data(saved, current, source);
   const auto agree = [&](const std::string& key) {

@@ -10,9 +10,10 @@
 
 namespace tessera::checkpoint {
 
-/// What a resumed run must share with the run that saved, by key: every key of [model] but from_hf, [data] but its paths and caches and seq_len, run.seed and
-/// optim.name. How the steps are made of the data (batch.global_size, data.seq_len) is data::carried's to judge; rates, clipping, decay and losses may change.
-/// Call it on a resolved configuration. `data_identity` stands for the data files, which may move: a hash of the corpus and of the tokenizer.
+/// What a resumed run must share with the run that saved, by key: every key of [model] but from_hf, [data] but its paths and caches, bos and seq_len, run.seed
+/// and optim.name. How the steps are made of the data (batch.global_size, data.seq_len) is data::carried's to judge; rates, clipping, decay and losses may
+/// change. Call it on a resolved configuration. `data_identity` stands for the data files, which may move: a hash of the corpus and of the tokenizer, and
+/// whether documents begin with a beginning-of-text id ("bos"; where it is absent, they do not).
 nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_identity);
 
 /// Throws ConfigError naming the first key that differs, with both values. `source` names the checkpoint in the message; `followed` says which keys nobody

@@ -144,11 +144,19 @@ void rename_or_exchange(const std::filesystem::path& from, const std::filesystem
     fault_point("rename", to);
     if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return;
     if (errno != EINVAL && errno != ENOSYS) fail(to, "replace", errno);
-    auto aside = from;
-    aside += ".replaced";
-    rename_to(to, aside);
+    return replace_in_two_steps(from, to);
   }
   rename_to(from, to);
+}
+
+void replace_in_two_steps(const std::filesystem::path& from, const std::filesystem::path& to) {
+  auto aside = from;
+  aside += ".replaced";
+  remove_tree(aside);  // of a kill between the two, or of a removal that failed
+  rename_to(to, aside);
+  rename_to(from, to);
+  std::error_code ignored;  // the new one is there
+  std::filesystem::remove_all(aside, ignored);
 }
 
 }  // namespace tessera::checkpoint

@@ -63,7 +63,10 @@ std::string read_text_file(const std::filesystem::path& path, uint64_t max_bytes
 /// Makes the names in a folder durable: files created, renamed and removed.
 void sync_directory(const std::filesystem::path& directory);
 
-/// Renames `from` to `to`; where `to` exists, the two change places in one step (and where the file system cannot do that, `to` gives way to `from`'s name).
+/// Renames `from` to `to`; where `to` exists, the two change places in one step, or, where the file system cannot do that, replace_in_two_steps().
 void rename_or_exchange(const std::filesystem::path& from, const std::filesystem::path& to);
+
+/// Renames `from` to `to`, which exists and goes. Between the two steps, where a kill may fall, nothing has that name, and what had it is `from`.replaced.
+void replace_in_two_steps(const std::filesystem::path& from, const std::filesystem::path& to);
 
 }  // namespace tessera::checkpoint

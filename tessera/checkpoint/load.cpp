@@ -16,6 +16,8 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/expanded.h"
+#include "tessera/nn/kept_memory.h"
+#include "tessera/nn/parameter.h"
 
 // All that does not fit is found from the manifest and told at once, before a byte of the model is written: half a model loaded, or one complaint a try, would
 // be worse than either. Then each target takes the intersections of its slice with the stored ones, whatever the layout that wrote them. Hashes cover whole
@@ -79,8 +81,6 @@ LoadReport check_keys(const std::filesystem::path& folder, const Manifest& manif
     const auto& [tensor, slice] = target;
     wanted.insert(slice.name);
     own.insert(slice.name);
-    invariant(tensor.sizes() == at::IntArrayRef(slice.local_shape()), "'", slice.name, "' has shape ", tensor.sizes(), ", its slice ",
-              at::IntArrayRef(slice.local_shape()));
     const auto stored = manifest.tensors.find(slice.name);
     if (stored == manifest.tensors.end()) continue;
     const std::string problem = misfit(target, manifest, options.convert);
@@ -118,6 +118,21 @@ LoadReport check_keys(const std::filesystem::path& folder, const Manifest& manif
   partial.refuse_unused(problems);
   problems.refuse(folder.string(), ": the checkpoint is of another model, or not whole: ");
   return report;
+}
+
+/// A forward that recorded gradients, and that no backward has followed, shows sharded parameters whole, and may have left what it gathered for a backward:
+/// both are of the values before.
+void announce_writes(const std::vector<SlicedTensor>& targets) {
+  for (const auto& [tensor, slice] : targets) {
+    if (nn::keeps_memory(tensor)) {
+      nn::announce_write(tensor);
+      require(tensor.sizes() == at::IntArrayRef(slice.local_shape()), "checkpoint: '", slice.name, "' shows shape ", tensor.sizes(), " where this rank holds ",
+              at::IntArrayRef(slice.local_shape()),
+              " of it: a step that begin_step() opened is under way, and sharded parameters are whole until its finish(); load after that");
+    }
+    invariant(tensor.sizes() == at::IntArrayRef(slice.local_shape()), "'", slice.name, "' has shape ", tensor.sizes(), ", its slice ",
+              at::IntArrayRef(slice.local_shape()));
+  }
 }
 
 }  // namespace
@@ -170,6 +185,7 @@ void StoredSlices::fill(at::Tensor target, const Slice& slice) {
 LoadReport load(const std::filesystem::path& folder, const Manifest& manifest, const std::vector<SlicedTensor>& targets, const LoadOptions& options) {
   LoadReport report = check_keys(folder, manifest, targets, options);
   const c10::NoGradGuard no_grad;
+  announce_writes(targets);
   StoredSlices stored(folder, manifest, options.verify);
   for (const auto& [tensor, slice] : targets) {
     if (!report.fresh.contains(slice.name)) stored.fill(tensor, slice);

@@ -5,7 +5,6 @@
 #include <csignal>
 #include <fstream>
 #include <system_error>
-#include <thread>
 
 #include <fcntl.h>
 #include <nlohmann/json.hpp>
@@ -15,6 +14,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/host_name.h"
+#include "tessera/core/poll.h"
 
 // A file that says who holds it outlives who was killed, and a process number comes again: so the kernel holds the lock, and the file's text is only for
 // people. The file is unlinked with the lock still held; whoever had opened it before then gets the lock of a file that has no name any more, which keeps
@@ -67,15 +67,16 @@ RunLock::RunLock(const std::filesystem::path& dir, std::chrono::milliseconds pat
   std::error_code error;
   std::filesystem::create_directories(dir, error);
   require(!error, "checkpoint.dir = ", dir.string(), ": cannot be made: ", error.message(), "; name a folder that can be written");
-  const auto deadline = std::chrono::steady_clock::now() + patience;
-  while (!try_lock()) {
-    const Holder holder = read_holder(descriptor_);
+  Holder holder;
+  const auto taken = [&] {
+    if (try_lock()) return true;
+    holder = read_holder(descriptor_);
     ::close(std::exchange(descriptor_, -1));
-    require(std::chrono::steady_clock::now() < deadline, "checkpoint.dir = ", dir.string(), ": ", holder.text(),
-            " is training into it, and two runs would overwrite each other's checkpoints; wait for its end, end it (on SIGTERM it saves), or name another "
-            "checkpoint.dir");
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  }
+    return false;
+  };
+  const auto held = [&] { return detail::concat("checkpoint.dir = ", dir.string(), ": ", holder.text(), " is training into it"); };
+  require(poll_until(patience, taken, held), held(),
+          ", and two runs would overwrite each other's checkpoints; wait for its end, end it (on SIGTERM it saves), or name another checkpoint.dir");
 }
 
 bool RunLock::try_lock() {

@@ -15,7 +15,8 @@ namespace tessera::checkpoint {
 /// is not noticed. remarks() says so where that may matter.
 class RunLock {
  public:
-  /// Makes `dir`. Waits at most `patience` for whoever holds it: one that is being killed takes a moment to go. Throws ConfigError naming checkpoint.dir and
+  /// Makes `dir`. Waits at most `patience` for whoever holds it, and says so where that takes long (poll_until): one that is being killed takes a moment to
+  /// go, and the lock of a host that vanished stays for as long as the file server keeps it. Throws ConfigError naming checkpoint.dir and
   /// who trains into it, or why nothing can be written there.
   explicit RunLock(const std::filesystem::path& dir, std::chrono::milliseconds patience = {});
   ~RunLock();

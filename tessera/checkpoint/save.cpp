@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <cmath>
 #include <map>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -13,6 +15,7 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/save_steps.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 
 // A checkpoint is there whole or not at all, whichever rank ends at whichever moment: files are written and synced in a hidden folder, the manifest comes last,
 // and one rename makes it exist. Every step of it is taken together: each rank learns whether all have done theirs, so that the failure of one is everybody's
@@ -44,10 +47,49 @@ HeldSlice held_from(const nlohmann::json& json) {
   return held;
 }
 
+/// "progress.best = inf" of the first float in `json`, which is `name`, that is not finite; empty where all are.
+std::string not_finite_in(const nlohmann::json& json, const std::string& name) {
+  if (json.is_number_float() && !std::isfinite(json.get<double>())) return fmt::format("{} = {}", name, json.get<double>());
+  if (!json.is_structured()) return "";
+  for (const auto& [key, value] : json.items()) {
+    if (auto found = not_finite_in(value, name + "." + key); !found.empty()) return found;
+  }
+  return "";
+}
+
+/// A program that saves two models into one folder, each under the number of the step, would have the second alone.
+void refuse_to_replace_another_model(const fs::path& folder, const CheckpointState& state) {
+  if (!is_there(folder / "manifest.json")) return;
+  std::optional<Manifest> there;
+  try {
+    there = read_manifest(folder);
+  } catch (const ConfigError&) {
+    return;  // damaged, and nobody's
+  }
+  if (!state.run.holds(there->run, there->step)) return;  // which is set aside
+  const auto refuse = [&](const std::string& what) {
+    throw ConfigError(
+        detail::concat("checkpoint: ", folder.string(), ": holds another model at this step, ", what,
+                       ", and would be replaced; give each model of several (generator and critic, a model and its average) a folder of its own"));
+  };
+  for (const auto& held : state.tensors) {
+    if (!held.slice.name.starts_with("model.")) continue;
+    const auto known = there->tensors.find(held.slice.name);
+    if (known == there->tensors.end()) refuse(detail::concat("which has no '", held.slice.name, "'"));
+    if (known->second.shape != held.slice.shape) {
+      refuse(detail::concat("whose '", held.slice.name, "' is ", at::IntArrayRef(known->second.shape), " for ", at::IntArrayRef(held.slice.shape)));
+    }
+  }
+  if (!there->optimizer.empty() && state.optimizer.empty()) refuse("with its optimizer's state, where this save has none");
+}
+
 /// Makes the empty folder on rank 0, and tells every rank what every rank holds.
-std::vector<std::vector<HeldSlice>> prepare(const fs::path& temporary, const CheckpointState& state, const comm::Group& group) {
+std::vector<std::vector<HeldSlice>> prepare(const fs::path& folder, const fs::path& temporary, const CheckpointState& state, const comm::Group& group) {
   const auto answers = together(group, [&] {
+    const std::string problem = problem_with_progress(state.progress);
+    require(problem.empty(), problem);
     if (group.rank() == 0) {
+      refuse_to_replace_another_model(folder, state);
       if (const auto foreign = foreign_entries(temporary); !foreign.empty()) {
         throw Error(
             detail::concat(temporary.string(), ": holds what no save writes (", foreign.front(), "), and this step is written there; move it elsewhere"));
@@ -147,12 +189,17 @@ void clean_up(const fs::path& temporary, const comm::Group& group) {
 
 }  // namespace
 
+std::string problem_with_progress(const nlohmann::json& progress) {
+  const std::string found = not_finite_in(progress, "progress");
+  return found.empty() ? "" : detail::concat("checkpoint: ", found, " cannot be saved, as JSON has finite numbers alone; leave it out, or save it as text");
+}
+
 SavePlan begin_save(const fs::path& dir, const CheckpointState& state, const comm::Group& group) {
   SavePlan plan{.step = state.step, .optimizer = state.optimizer, .progress = state.progress, .agreement = state.agreement, .run = state.run};
   plan.folder = fs::absolute(dir) / folder_name(state.step);
   plan.temporary = plan.folder.parent_path() / temporary_name(state.step);
   try {
-    plan.held = prepare(plan.temporary, state, group);
+    plan.held = prepare(plan.folder, plan.temporary, state, group);
     plan.dealt = deal(plan.held);
   } catch (...) {
     clean_up(plan.temporary, group);

@@ -25,6 +25,9 @@ struct SavePlan {
   RunIdentity run{};
 };
 
+/// Why `progress` cannot be saved; empty where it can. JSON has no word for a float that is not finite, and writes null, which nobody reads back as a number.
+std::string problem_with_progress(const nlohmann::json& progress);
+
 /// Collective: makes the temporary folder, deals the slices. Where any rank fails, all throw.
 SavePlan begin_save(const std::filesystem::path& dir, const CheckpointState& state, const comm::Group& group);
 

@@ -18,11 +18,13 @@
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/save_steps.h"
 #include "tessera/core/error.h"
 #include "tessera/core/json_integer.h"
 #include "tessera/core/json_reason.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/kept_memory.h"
 #include "tessera/nn/names.h"
 
 // libtorch's optimizers keep state by a tensor's address, in a class for each kind. A table of accessors says what each kind has for every element of a
@@ -148,8 +150,13 @@ auto read(const nlohmann::json& saved, F&& f) {
 
 std::filesystem::path save_all(const std::filesystem::path& dir, int64_t step, std::vector<SlicedTensor> tensors, nlohmann::json optimizer,
                                const nlohmann::json& progress, const comm::Group& group) {
-  for (size_t rank = 0; const auto& other : gather_json(group, progress)) {
-    require(other == progress, "checkpoint: progress of rank ", rank, " is another than rank ", group.rank(),
+  const auto all = gather_json(group, {{"progress", progress}, {"problem", problem_with_progress(progress)}});
+  for (const auto& other : all) {  // before any is compared: what is no number arrives as null, and equals nothing
+    const auto problem = other.at("problem").get<std::string>();
+    require(problem.empty(), problem);
+  }
+  for (size_t rank = 0; const auto& other : all) {
+    require(other.at("progress") == progress, "checkpoint: progress of rank ", rank, " is another than rank ", group.rank(),
             "'s, and a checkpoint has one; give all ranks the same: what is each rank's own they tell each other before (checkpoint::gather_json)");
     ++rank;
   }
@@ -245,6 +252,7 @@ Restored states_from(const Manifest& manifest, const torch::nn::Module& model, c
               "; make the optimizer with the options that were saved, or load the model alone");
       if (!count || !is_stored) continue;
       if (!state) state = kind.make();
+      nn::show_part(parameter.tensor);  // behind a forward that no backward has followed it would be made as large as the whole
       // Of the type that was saved: a momentum is a copy of the first gradient, which may be wider than its parameter.
       const at::ScalarType dtype = dtype_from_name(manifest.tensors.at(held.slice.name).dtype);
       field.tensor(*state) = held.tensor = at::zeros_like(parameter.tensor, parameter.tensor.options().dtype(dtype));

@@ -24,8 +24,8 @@ std::vector<SlicedTensor> optimizer_tensors(const torch::nn::Module& model, cons
 /// update different parameters.
 nlohmann::json optimizer_json(const torch::nn::Module& model, torch::optim::Optimizer& optimizer, const comm::Group& group);
 
-/// Collective: writes `dir`/step-00000010 with model, buffers and optimizer (save() of checkpoint.h). `progress` is whatever the loop wants back. For a model
-/// that is sharded, between steps. Returns the folder.
+/// Collective: writes `dir`/step-00000010 with model, buffers and optimizer (save() of checkpoint.h). `progress` is whatever the loop wants back, with
+/// numbers that are finite (ConfigError). For a model that is sharded, between steps. Returns the folder.
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, torch::optim::Optimizer& optimizer,
                            const comm::Group& group, const nlohmann::json& progress = nlohmann::json::object());
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const optim::Optimizer& optimizer,

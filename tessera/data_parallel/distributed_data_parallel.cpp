@@ -19,7 +19,8 @@
 // In which order gradients come nobody knows before the first backward pass: the reverse of registration is a guess, and what rank 0 then sees is made
 // everyone's by one broadcast, since any order will do as long as it is the same one. Buckets keep their memory from step to step, but a program may hold on to
 // a gradient, or to an alias of one: reference counts tell, and such a bucket is left to whoever holds it. Gradients of passes under no_sync() are of this rank
-// alone, and an optimizer's step on them would part the replicas without a word: parameters' versions between passes give it away.
+// alone, and an optimizer's step on them would part the replicas without a word: parameters' versions between passes give it away. But who gave those gradients
+// up, and loaded weights, has written parameters too; values alone tell the two apart, so that is when they are compared.
 
 namespace tessera {
 
@@ -62,19 +63,38 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     if (planned_ != trained_) plan_for_trained();
     if (plain_ && group_.rank() == 0 && !std::exchange(told_of_tied_, true)) warn_of_tied("data parallelism", parameters_);
     renew_buckets();
-    parameter_writes_.clear();
+    note_writes();
     options_.hook->begin_step();
   }
 
   void begin_pass(bool last) override {
-    if (plain_) {
-      const std::string written = parameter_writes_.first_written(parameters_);
-      require(
-          written.empty(), "data parallelism: '", written,
-          "' was written after a backward pass under no_sync(): an optimizer's step took gradients that were of this rank alone, and the replicas part; let a "
-          "pass without no_sync() complete them before each step, the last of an epoch too (ReplicaStart::Trust: who writes parameters there vouches)");
-    }
+    if (plain_) note_writes();
     BucketedStep::begin_pass(last);
+  }
+
+  /// What comes behind them is marked anew.
+  void note_writes() {
+    if (parameter_writes_.first_written(parameters_).empty()) return;
+    written_ = true;
+    parameter_writes_.clear();
+  }
+
+  bool were_written() const override { return written_; }
+
+  /// Weights may be loaded between the wrapping and the first step, and on some ranks alone.
+  void compare(bool written) override {
+    parameter_writes_.clear();  // gradients are all ranks' now, and an optimizer may take them
+    if (!active() || options_.replicas == ReplicaStart::Trust || (was_compared_ && !written)) return;
+    const std::string name = site("start");
+    const comm::CallSite scope(name);
+    compare_replicas(own_parameters(), group_, "data parallelism",
+                     written
+                         ? "on some rank it was written after a backward pass under no_sync(): an optimizer's step took gradients that were of that rank "
+                           "alone, or other values were loaded than elsewhere. Let a pass without no_sync() complete gradients before each step, the last of "
+                           "an epoch too, and load the same on every rank (ReplicaStart::Trust: who writes parameters there vouches)"
+                         : "");
+    was_compared_ = true;
+    written_ = false;
   }
 
   void end_pass(bool last, bool complete) override {
@@ -287,6 +307,8 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   std::vector<size_t> bucket_at_ = std::vector<size_t>(parameters_.size());
   std::vector<size_t> references_;        ///< per bucket: of our own to its memory
   nn::ParameterWrites parameter_writes_;  ///< since a pass that left gradients of this rank alone
+  bool written_ = false;                  ///< there were such, and replicas have not been compared since
+  bool was_compared_ = false;             ///< when the first step was complete
   GradientChannel channel_{group_, statistics_};
   std::vector<std::unique_ptr<BucketReduction>> reductions_;  ///< per bucket; null where nothing is under way
 };

@@ -21,7 +21,7 @@ struct DdpOptions {
   nn::ParameterFilter only = {};                ///< which of the module's parameters; the rest are another's
   bool average = false;                         ///< divide the sum by the number of ranks: for a loss that each rank normalises by itself
   bool find_unused_parameters = false;          ///< parameters without a gradient contribute zeros; otherwise a step refuses them by name
-  ReplicaStart replicas = ReplicaStart::Check;  ///< what makes the replicas equal at the start
+  ReplicaStart replicas = ReplicaStart::Check;  ///< what makes the replicas equal at the start; but for Trust, compared again in the plain loop's first step
   BufferBroadcast buffers = BufferBroadcast::EachStep;
   std::optional<at::ScalarType> reduce_dtype = {};  ///< hold and reduce gradients in this dtype (fp32, fp64); unset, and complex ones: in their own
   std::optional<BucketLayout> plan = {};            ///< of a checkpoint: used as it is, and never rebuilt
@@ -52,18 +52,20 @@ struct DdpOptions {
 ///   traffic per step   one all-reduce of each bucket: 2 (n-1)/n P elements sent per rank for P parameters; no more under accumulation; a hook
 ///                      (communication_hook.h) may compress it. With BufferBroadcast::EachStep a broadcast of the buffers
 ///   at construction    one all-gather of 3 words per rank (ReplicaStart::Check), buffers broadcast from rank 0
-///   after step 1       one broadcast of a word per parameter; in every step with find_unused_parameters an all-reduce of a word per parameter, without it,
-///                      in the plain loop, an all-gather of seven words
+///   after step 1       one broadcast of a word per parameter; in the plain loop, unless ReplicaStart::Trust, an all-gather of 3 words
+///   in every step      with find_unused_parameters an all-reduce of a word per parameter; without it, in the plain loop, an all-gather of ten words. Where
+///                      neither is and buffers are broadcast, an all-gather of 3 words
 ///   memory             gradients once, in the buckets, twice while a pass adds to what is there; a group of one has no buckets and no hooks, and communicates
 ///                      nothing
 ///
 /// Frozen parameters (requires_grad false when a step begins) are skipped, tied ones reduced once; parameters may be frozen and unfrozen between steps, on
 /// every rank alike, and the plan follows. A parameter that gets a second gradient after its bucket has left is refused by name. A backward pass that ends by
 /// an exception takes its step with it: what it and passes under no_sync() before it have accumulated is dropped, what was there before is there again.
-/// An optimizer's step after nothing but passes under no_sync() would part the replicas: parameters that were written between passes are refused by name when
-/// the next gradient comes (with ReplicaStart::Trust the program vouches for them, too). Several live side by side in any order, also over modules that are
-/// used in each other's losses, as long as no parameter is in two; ranks have to use them in the same order. Where several share an engine, buckets of the
-/// plain loop start when backward is done, since gradients may become final in another order on each rank.
+/// An optimizer's step after nothing but passes under no_sync() would part the replicas: where parameters were written between passes, on any rank, all compare
+/// theirs (as at the start) when the step is complete, and a difference is refused by name (with ReplicaStart::Trust the program vouches for them, too).
+/// Several live side by side in any order, also over modules that are used in each other's losses, a parameter of two being the newer one's; ranks have to use
+/// them in the same order. Where several share an engine, buckets of the plain loop start when backward is done, since gradients may become final in another
+/// order on each rank.
 ///
 /// In the plain loop a rank takes part in a step's collectives by a gradient that arrives: one whose pass uses nothing at all of the module, while others'
 /// passes do, leaves them waiting until comm.timeout, with find_unused_parameters, too. Add `0 * sum` of one of its outputs to that rank's loss. A backward

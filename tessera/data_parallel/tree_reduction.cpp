@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -304,17 +305,31 @@ class TreeReduction::Impl {
     require(done == run().size, "TreeReduction: the step ended after ", done, " of the ", run().size, " micro-batches of rank ", group_.rank(),
             " (num_micro_batches = ", options_.num_micro_batches, "); each has a backward pass of its own, in the plain loop all but the last under no_sync()");
     const at::NoGradGuard no_grad;
+    std::optional<StepWords> told;
     {
       std::optional<comm::ExposedTime::Scope> exposed;
       if (group_.size() > 1) exposed.emplace(statistics_.exposed, parameters_.front().tensor.device());
       const at::Tensor sum = exchange();
-      hand_over(sum, used_parameters());
+      hand_over(sum, used_parameters(told));
     }
-    if (options_.buffers == BufferBroadcast::EachStep) {
-      const comm::CallSite site("tree.buffers");
-      broadcast_buffers(module_, group_);
-    }
+    if (plain_) compare();
+    if (options_.buffers == BufferBroadcast::EachStep) share_buffers(told);
     late_.refuse("TreeReduction");
+  }
+
+  /// Weights may be loaded between the wrapping and the first step, and on some ranks alone.
+  void compare() {
+    if (options_.replicas == ReplicaStart::Trust || was_compared_) return;
+    const comm::CallSite site("tree.start");
+    compare_replicas(nn::owned_by(self_), group_, "TreeReduction");
+    was_compared_ = true;
+  }
+
+  /// Where the words of the step have not told that they fit, ranks ask.
+  void share_buffers(const std::optional<StepWords>& told) {
+    const comm::CallSite site("tree.buffers");
+    if (!told || told->unlike_buffers) require_same_buffers(module_, {group_}, /*found=*/told.has_value());
+    broadcast_buffers(module_, group_);
   }
 
   void abandon() {
@@ -368,10 +383,15 @@ class TreeReduction::Impl {
     return sum;
   }
 
-  std::vector<bool> used_parameters() const {
-    if (group_.size() == 1 || options_.find_unused_parameters) return used_.anywhere(group_);
+  /// `told`: what the ranks have told each other beside, where they did.
+  std::vector<bool> used_parameters(std::optional<StepWords>& told) const {
+    const StepWords words{.buffers = options_.buffers == BufferBroadcast::EachStep ? hash_of_buffers(module_) : 0};
+    if (group_.size() == 1 || options_.find_unused_parameters) {
+      told = words;
+      return used_.anywhere(group_, &*told);
+    }
     if (plain_) {
-      used_.refuse_unused_anywhere({group_});
+      told = used_.refuse_unused_anywhere({group_}, words);
     } else if (run().size > 0) {
       used_.refuse_unused(group_);
     }
@@ -418,9 +438,10 @@ class TreeReduction::Impl {
   at::ScalarType dtype_ = at::kFloat;
   TreeSchedule schedule_;
 
-  bool plain_ = false;  ///< the step is one of the plain loop
-  int64_t begun_ = 0;   ///< passes of this step whose leaves have begun
-  int64_t summed_ = 0;  ///< of these, the ones whose gradients are complete and added up
+  bool plain_ = false;         ///< the step is one of the plain loop
+  bool was_compared_ = false;  ///< what replicas are, when the first step was complete
+  int64_t begun_ = 0;          ///< passes of this step whose leaves have begun
+  int64_t summed_ = 0;         ///< of these, the ones whose gradients are complete and added up
   bool padding_ = false;
   std::vector<at::Tensor> carried_;             ///< gradients from before this step
   std::vector<Source> sources_;                 ///< by place among those whose micro-batches are summed here

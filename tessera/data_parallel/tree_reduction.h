@@ -32,7 +32,8 @@ struct TreeReductionOptions {
 ///   arithmetic   fp32 whatever the parameter's dtype; the result is handed over in that dtype, or in gradient_dtype
 ///   memory       flat gradients of 4 P bytes: one for the micro-batch at hand and up to log2 M + 1 partial sums in a run that starts at a power of two,
 ///                2 log2 M in the worst; freed as they are added up
-///   traffic      each partial sum that is no whole tree once, P elements (at most 2 log2 M per rank), then a broadcast of P; nothing overlaps backward
+///   traffic      each partial sum that is no whole tree once, P elements (at most 2 log2 M per rank), then a broadcast of P; nothing overlaps backward.
+///                Replicas are compared, and words and buffers go round, as DistributedDataParallel's do
 ///
 /// In the plain loop each backward pass is one micro-batch of this rank's run, in ascending order, all but the last under no_sync(). Between them what
 /// grad() returns refuses to be read, clipped or stepped with; zero_grad there begins the run anew. Ranks without a micro-batch, and padding, need the explicit

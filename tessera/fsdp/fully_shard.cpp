@@ -156,9 +156,11 @@ class FullyShardedDataParallel::Impl {
     units_.emplace(plan, group_, options_, ranks_of_mean);
     if (options_.init) initialize_units(module_, plan, *units_, options_);
     cut_parameters().add(plan);
-    step_.emplace(
-        *units_, group_, options_, owner,
-        ShardedStep::Callbacks{.held = [this] { return *holds_ > 0; }, .complete = [this] { complete(); }, .done = [this] { late_->refuse("fully_shard"); }});
+    step_.emplace(*units_, group_, options_, owner,
+                  ShardedStep::Callbacks{.held = [this] { return *holds_ > 0; },
+                                         .words = [this] { return own_words(); },
+                                         .complete = [this](const std::optional<StepWords>& told) { complete(told); },
+                                         .done = [this] { late_->refuse("fully_shard"); }});
     choose_trigger(std::move(plan));
     late_.emplace(module_, options_.only);
   }
@@ -313,8 +315,27 @@ class FullyShardedDataParallel::Impl {
     broadcast_buffers(module_, group_);
   }
 
-  void complete() {
-    if (options_.buffers == BufferBroadcast::EachStep) share_buffers();
+  StepWords own_words() const { return {.buffers = options_.buffers == BufferBroadcast::EachStep ? hash_of_buffers(module_) : 0}; }
+
+  void complete(const std::optional<StepWords>& told) {
+    if (step_->looped()) compare();
+    if (options_.buffers != BufferBroadcast::EachStep) return;
+    if (!told || told->unlike_buffers) {
+      const comm::CallSite site("fsdp.buffers");
+      const nn::Unwatched quietly;
+      require_same_buffers(module_, {group_, options_.replicate}, /*found=*/told.has_value());
+    }
+    share_buffers();
+  }
+
+  /// Weights may be loaded between the wrapping and the first step. Ranks of a shard hold other rows each, and nobody can tell whose values those are; replicas
+  /// of one slice can be compared.
+  void compare() {
+    if (was_compared_ || options_.replicas == ReplicaStart::Trust) return;
+    const comm::CallSite site("fsdp.start");
+    const nn::Unwatched quietly;
+    compare_replicas(own_parameters(), options_.replicate, "fully_shard");
+    was_compared_ = true;
   }
 
   void choose_trigger(UnitPlan plan) {
@@ -373,6 +394,7 @@ class FullyShardedDataParallel::Impl {
   std::shared_ptr<const int> depth_;  ///< of calls that trigger
   bool calls_ = false;                ///< trigger the gathers
   bool unsharded_ = false;            ///< for good
+  bool was_compared_ = false;         ///< what replicas hold, when the first step of the plain loop was complete
   SynchronizationStatistics none_;
   ExplicitCalls explicit_calls_{"fully_shard"};
 };

@@ -98,8 +98,10 @@ struct FullyShardOptions {
   std::optional<at::ScalarType> gradient_dtype = {};
   /// Where param_dtype applies; unset: to every floating-point parameter.
   std::function<bool(const nn::NamedParameter&)> cast = {};
-  comm::Group replicate = {};                   ///< ranks that hold the same slices (hybrid sharding): their reduced gradients are summed once a step
-  ReplicaStart replicas = ReplicaStart::Check;  ///< of a module that has values already: what makes those of the ranks equal
+  comm::Group replicate = {};  ///< ranks that hold the same slices (hybrid sharding): their reduced gradients are summed once a step
+  /// Of a module that has values already: what makes those of the ranks equal. But for Trust, ranks of `replicate` compare their slices once more, in the plain
+  /// loop's first step; what some ranks of a shard have not loaded meanwhile, nobody can tell.
+  ReplicaStart replicas = ReplicaStart::Check;
   /// Buffers (BatchNorm's statistics) of rank 0 are every rank's: when a step is complete, so that evaluation and checkpoints agree.
   BufferBroadcast buffers = BufferBroadcast::EachStep;
   int64_t unit_bytes_limit = 0;  ///< a gathered unit may not take more than that; 0: no limit

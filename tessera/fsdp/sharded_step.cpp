@@ -463,16 +463,20 @@ void ShardedStep::complete_pass() {
     hold();
     return leave();
   }
-  land();
+  std::optional<StepWords> told;
+  land(told);
   leave();
   adds_within_step_ = !last_;
   if (!last_) return;
-  callbacks_.complete();
-  // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
   forgive_frozen();
   const UsedParameters used = used_;
   used_.clear();
-  if (misses_unused_) used.refuse_unused_anywhere({group_, replicas_}, units_.take_made());
+  if (misses_unused_) {
+    StepWords words = callbacks_.words();
+    words.order = units_.take_made();
+    told = used.refuse_unused_anywhere({group_, replicas_}, words);
+  }
+  callbacks_.complete(told);
   callbacks_.done();
 }
 
@@ -508,9 +512,9 @@ void ShardedStep::hold() {
 }
 
 /// Adds what was reduced to what the program had.
-void ShardedStep::land() {
+void ShardedStep::land(std::optional<StepWords>& told) {
   units_.finish_reductions();
-  const std::vector<bool> used = used_parameters();
+  const std::vector<bool> used = used_parameters(told);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor before = std::exchange(aside_[i], {});
     const at::Tensor& tensor = parameters_[i].tensor;
@@ -528,16 +532,17 @@ void ShardedStep::land() {
 }
 
 /// On any rank, in the passes since used_ was cleared.
-std::vector<bool> ShardedStep::used_parameters() const {
+std::vector<bool> ShardedStep::used_parameters(std::optional<StepWords>& told) const {
   if (misses_unused_) return std::vector<bool>(parameters_.size(), true);
   const comm::CallSite site("fsdp.unused");
-  std::vector<bool> used = used_.anywhere(group_);
+  told = callbacks_.words();
+  std::vector<bool> used = used_.anywhere(group_, &*told);
   if (replicas_.size() == 1) return used;
   UsedParameters anywhere(parameters_);
   for (size_t i = 0; i < used.size(); ++i) {
     if (used[i]) anywhere.mark(i);
   }
-  return anywhere.anywhere(replicas_);
+  return anywhere.anywhere(replicas_, &*told);
 }
 
 void ShardedStep::finish() {
@@ -549,9 +554,10 @@ void ShardedStep::finish() {
     if (units_.trained(unit) && !final_[unit]) units_.reduce(unit, /*last=*/true);
   }
   units_.finish_reductions();
-  const std::vector<bool> used = used_parameters();
+  std::optional<StepWords> told;
+  const std::vector<bool> used = used_parameters(told);
   leave();
-  callbacks_.complete();
+  callbacks_.complete(told);
   forgive_frozen();
   if (misses_unused_) used_.refuse_unused(group_);
   for (size_t i = 0; i < parameters_.size(); ++i) {

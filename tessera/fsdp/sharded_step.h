@@ -44,9 +44,11 @@ void refuse_whole_gradient(const nn::NamedParameter& parameter, const at::Tensor
 class ShardedStep {
  public:
   struct Callbacks {
-    std::function<bool()> held;      ///< whether no_sync() is in force
-    std::function<void()> complete;  ///< collective work of a step that is complete
-    std::function<void()> done;      ///< behind the last collective of it
+    std::function<bool()> held;        ///< whether no_sync() is in force
+    std::function<StepWords()> words;  ///< what this rank has to tell the others when a step is complete
+    /// Collective work of a step that is complete; with what the ranks have told each other, where they did.
+    std::function<void(const std::optional<StepWords>& told)> complete;
+    std::function<void()> done;  ///< behind the last collective of it
   };
 
   ShardedStep(ShardedUnits& units, const comm::Group& group, const FullyShardOptions& options, GradientSynchronizer* owner, Callbacks callbacks);
@@ -139,10 +141,10 @@ class ShardedStep {
   void reduce(size_t unit);
   void complete_pass();
   void hold();
-  void land();
+  void land(std::optional<StepWords>& told);
   void refuse_frozen_that_wait() const;
   void forgive_frozen();
-  std::vector<bool> used_parameters() const;
+  std::vector<bool> used_parameters(std::optional<StepWords>& told) const;
   bool completes() const { return last_ && complete_; }
   void take_up(size_t parameter);
 

@@ -349,10 +349,11 @@ void BucketedStep::complete() {
   // All of the step's collectives are made even where a gradient is missing, so that no other rank waits for one that refuses to go on.
   launch_rest();
   std::vector<bool> used = trained_;
+  std::optional<StepWords> told;
   if (options_.find_unused_parameters) {
-    bool failed = false;
-    used = used_anywhere(failed);
-    if (failed) {
+    told = own_words();
+    used = used_anywhere(*told);
+    if (told->failed) {
       undo_all();
       throw Error(options_.technique +
                   ": the backward pass of another rank ended by an exception, and the sums of this one lack its gradients; they were dropped");
@@ -373,13 +374,30 @@ void BucketedStep::complete() {
     used_.mark(i);
   }
   complete_step();
-  if (options_.buffers == BufferBroadcast::EachStep) share_buffers();
-  if (!options_.find_unused_parameters) {
+  if (plain_ && !options_.find_unused_parameters) {
     const std::string name = site("unused");
     const comm::CallSite scope(name);
-    plain_ ? used_.refuse_unused_anywhere(options_.groups) : used_.refuse_unused(options_.groups.front());
+    told = used_.refuse_unused_anywhere(options_.groups, own_words());
   }
+  if (plain_) compare(told->written);
+  if (options_.buffers == BufferBroadcast::EachStep) share_buffers_of_step(told);
+  if (!told) used_.refuse_unused(options_.groups.front());
   late_.refuse(options_.technique);
+}
+
+StepWords BucketedStep::own_words() const {
+  const bool shares = options_.buffers == BufferBroadcast::EachStep;
+  return {.written = were_written(), .buffers = shares ? hash_of_buffers(module_) : 0};
+}
+
+/// Ranks whose buffers differ in size would bring messages of their own. Without words of the step they ask.
+void BucketedStep::share_buffers_of_step(const std::optional<StepWords>& told) {
+  if (!told || told->unlike_buffers) {
+    const std::string name = site("buffers");
+    const comm::CallSite scope(name);
+    require_same_buffers(module_, options_.groups, /*found=*/told.has_value());
+  }
+  share_buffers();
 }
 
 /// In rounds over the buckets, so that a bucket's next collective runs while the others' results are worked on.
@@ -394,12 +412,12 @@ void BucketedStep::complete_reductions() {
   }
 }
 
-std::vector<bool> BucketedStep::used_anywhere(bool& failed) {
+std::vector<bool> BucketedStep::used_anywhere(StepWords& words) {
   const std::string name = site("unused");
   const comm::CallSite scope(name);
   std::vector<bool> used;
   for (const comm::Group& group : options_.groups) {
-    used = used_.anywhere(group, &failed);
+    used = used_.anywhere(group, &words);
     for (size_t i = 0; i < used.size(); ++i) {
       if (used[i]) used_.mark(i);
     }
@@ -426,8 +444,9 @@ void BucketedStep::tell_of_failure() noexcept {
   try {
     const at::NoGradGuard no_grad;
     launch_rest();
-    bool failed = true;
-    used_anywhere(failed);
+    StepWords words = own_words();
+    words.failed = true;
+    used_anywhere(words);
   } catch (...) {  // who has failed is known; that others cannot hear of it, they will notice
   }
 }

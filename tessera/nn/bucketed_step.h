@@ -97,6 +97,10 @@ class BucketedStep {
   virtual void begin_completion() {}
   /// Gradients are there.
   virtual void complete_step() {}
+  /// Whether parameters were written, as far as this rank sees, since gradients of it alone were left.
+  virtual bool were_written() const { return false; }
+  /// Of the plain loop, when its words have been told: whether any rank saw such writes. All ranks come here, or none.
+  virtual void compare(bool /*written*/) {}
   /// Undoes what a step that failed has left of parameter `i`. Must not throw.
   virtual void restore(size_t i) = 0;
   virtual void begin_pass(bool last);
@@ -124,6 +128,8 @@ class BucketedStep {
   /// Says anew which parameters are trained.
   void follow_trained();
   void equalize(ReplicaStart start);
+  /// Those that are nobody else's since they were wrapped.
+  std::vector<nn::NamedParameter> own_parameters() const { return nn::owned_by(self_); }
   void share_buffers();  ///< from the first rank of all, unless they never are
   void let_go();         ///< of what is under way, and on offer
   std::string site(const char* name) const { return options_.site + "." + name; }
@@ -169,7 +175,9 @@ class BucketedStep {
   void complete_earlier_round();
   void complete();
   void complete_reductions();
-  std::vector<bool> used_anywhere(bool& failed);
+  StepWords own_words() const;
+  std::vector<bool> used_anywhere(StepWords& words);
+  void share_buffers_of_step(const std::optional<StepWords>& told);
   void tell_of_failure() noexcept;
   void undo();
   void undo_all();

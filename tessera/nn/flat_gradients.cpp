@@ -211,17 +211,24 @@ void UsedParameters::refuse_unused(const comm::Group& group) const {
   throw ConfigError(missing_gradients(group.rank(), group.name(), missing, std::ranges::count(wanted_, true), names));
 }
 
-void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& groups, uint64_t order) const {
+StepWords UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& groups, const StepWords& own_words) const {
   const at::Tensor& parameter = parameters_.front().tensor;
   const auto several = std::ranges::find_if(groups, [](const comm::Group& group) { return group.size() > 1; });
   const comm::Group& own = several == groups.end() ? groups.front() : *several;
-  enum Word : int64_t { missing, first, rank, wanted, ordered, differs, disorder, words };
+  enum Word : int64_t { missing, first, rank, wanted, ordered, buffers, written, differs, disorder, unlike, words };
   Hasher hasher;
   for (size_t i = 0; i < used_.size(); ++i) {
     const std::array<bool, 2> kind{wanted_[i], wanted_[i] && forgiven_[i] && used_[i] == 0};
     hasher.update(kind.data(), sizeof kind);
   }
-  std::array<int64_t, words> found{count_missing(), first_missing(), 0, static_cast<int64_t>(hasher.value()), static_cast<int64_t>(order), -1, -1};
+  std::array<int64_t, words> found{};
+  found[missing] = count_missing();
+  found[first] = first_missing();
+  found[wanted] = static_cast<int64_t>(hasher.value());
+  found[ordered] = static_cast<int64_t>(own_words.order);
+  found[buffers] = static_cast<int64_t>(own_words.buffers);
+  found[written] = own_words.written;
+  found[differs] = found[disorder] = found[unlike] = -1;
   for (const comm::Group& group : groups) {
     if (group.size() == 1) continue;
     if (&group == &own) found[rank] = group.world_rank(group.rank());
@@ -239,6 +246,8 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
       };
       unlike_first(wanted, differs);
       unlike_first(ordered, disorder);
+      unlike_first(buffers, unlike);
+      found[written] |= row[written];
     }
   }
   require(
@@ -253,18 +262,30 @@ void UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& grou
   require(found[missing] == 0, missing_gradients(found[rank], "world", found[missing], std::ranges::count(wanted_, true),
                                                  "'" + (found[missing] > 0 ? parameters_.at(static_cast<size_t>(found[first])).name : "") + "'" +
                                                      (found[missing] > 1 ? " and others" : "")));
+  StepWords heard = own_words;
+  heard.written = found[written] != 0;
+  heard.unlike_buffers = found[unlike] >= 0;
+  return heard;
 }
 
-std::vector<bool> UsedParameters::anywhere(const comm::Group& group, bool* failed) const {
+std::vector<bool> UsedParameters::anywhere(const comm::Group& group, StepWords* words) const {
   if (group.size() == 1) return std::vector<bool>(used_.begin(), used_.end());
   auto mine = used_;
-  if (failed != nullptr) mine.push_back(*failed ? 1 : 0);
+  if (words != nullptr) {
+    const auto hash = static_cast<int32_t>(words->buffers & 0x7fffffff);
+    mine.insert(mine.end(), {words->failed, words->written, words->unlike_buffers, hash, -hash});  // the largest of -hash is the smallest hash
+  }
   at::Tensor used = at::tensor(mine, at::kInt).to(message_device(parameters_.front().tensor, group));
   comm::all_reduce(group, used, comm::Op::Max);
   used = used.cpu();
-  const int32_t* words = used.const_data_ptr<int32_t>();
-  if (failed != nullptr) *failed = words[used_.size()] != 0;
-  return std::vector<bool>(words, words + used_.size());
+  const int32_t* const all = used.const_data_ptr<int32_t>();
+  if (words != nullptr) {
+    const int32_t* const told = all + used_.size();
+    words->failed = told[0] != 0;
+    words->written = told[1] != 0;
+    words->unlike_buffers = told[2] != 0 || told[3] != -told[4];
+  }
+  return std::vector<bool>(all, all + used_.size());
 }
 
 }  // namespace tessera

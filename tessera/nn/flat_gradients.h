@@ -85,6 +85,15 @@ void release_scratch(at::Tensor& scratch);
 /// the parameter's device where the group's engine carries nothing else (nccl alone).
 at::Device message_device(const at::Tensor& parameter, const comm::Group& group);
 
+/// What ranks tell each other at the end of a step beside which parameters they used, and, when that has been told, what is so on any of them.
+struct StepWords {
+  bool failed = false;          ///< the pass ended by an exception (UsedParameters::anywhere)
+  bool written = false;         ///< parameters were written after a pass that left gradients of this rank alone
+  bool unlike_buffers = false;  ///< buffers are others on some rank than on another
+  uint64_t buffers = 0;         ///< hash_of_buffers
+  uint64_t order = 0;           ///< in which order what was reduced came, where that follows from the pass (UsedParameters::refuse_unused_anywhere)
+};
+
 /// Which parameters got a gradient in this step, of those that want one.
 class UsedParameters {
  public:
@@ -102,14 +111,12 @@ class UsedParameters {
   /// Throws ConfigError naming those without a gradient on this rank, and the way out.
   void refuse_unused(const comm::Group& group) const;
 
-  /// The same on every rank where any misses one, or wants or forgives others than the rest, so that none goes on alone. Ranks are those of the groups one
-  /// after the other (of each rank of the first, its peers in the second): an all-gather of seven words in each. `order` says in which order what was reduced
-  /// came, where that follows from the pass: the same on every rank, too.
-  void refuse_unused_anywhere(const std::vector<comm::Group>& groups, uint64_t order = 0) const;
+  /// The same on every rank where any misses one, or wants or forgives others than the rest, or came in another order, so that none goes on alone. Ranks are
+  /// those of the groups one after the other (of each rank of the first, its peers in the second): an all-gather of ten words in each.
+  StepWords refuse_unused_anywhere(const std::vector<comm::Group>& groups, const StepWords& own = {}) const;
 
-  /// Which were used on any rank: one all-reduce of a word each.
-  /// `failed`: whether this rank's pass ended by an exception; then, whether any rank's did.
-  std::vector<bool> anywhere(const comm::Group& group, bool* failed = nullptr) const;
+  /// Which were used on any rank: one all-reduce of a word each, and five more with `words`, of which it tells and hears what is not of order.
+  std::vector<bool> anywhere(const comm::Group& group, StepWords* words = nullptr) const;
 
  private:
   bool is_missing(size_t index) const { return wanted_[index] && used_[index] == 0 && !forgiven_[index]; }

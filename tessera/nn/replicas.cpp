@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -61,7 +62,13 @@ void refuse_other_structure(const std::string& technique, const at::Tensor& summ
           "; every rank has to build the same model, and to wrap parts of one in the same order");
 }
 
-void check_replicas(const std::string& technique, const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
+/// Where a parameter is another one than on rank 0.
+struct Difference {
+  std::string parameter, ranks;
+};
+
+/// The first. Nothing in a dry run, whose messages are counted, and mean nothing.
+std::optional<Difference> find_difference(const std::string& technique, const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
   const at::Device device = message_device(parameters.front().tensor, group);
   const bool has_values = !parameters.front().tensor.is_meta();
   Hasher values;
@@ -72,16 +79,16 @@ void check_replicas(const std::string& technique, const std::vector<nn::NamedPar
   }
   const at::Tensor summaries =
       gather_words({static_cast<int64_t>(parameters.size()), hash_of_structure(parameters), static_cast<int64_t>(values.value())}, group, device);
-  if (!has_values) return;  // a dry run: the message was counted, its contents mean nothing
+  if (!has_values) return std::nullopt;
 
   refuse_other_structure(technique, summaries, group);
-  if (ranks_that_differ(summaries, 2).empty()) return;
+  if (ranks_that_differ(summaries, 2).empty()) return std::nullopt;
   const at::Tensor all = gather_words(hashes, group, device);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    const std::string ranks = ranks_that_differ(all, static_cast<int64_t>(i));
-    require(ranks.empty(), technique, ": the replicas differ: parameter '", parameters[i].name, "' of rank 0 of ", group.name(), " is another one on rank ",
-            ranks, "; build the model from the same seed on every rank, or start from rank 0's with ReplicaStart::Broadcast");
+    std::string ranks = ranks_that_differ(all, static_cast<int64_t>(i));
+    if (!ranks.empty()) return Difference{parameters[i].name, std::move(ranks)};
   }
+  return std::nullopt;
 }
 
 /// One message per dtype and device: small tensors are packed, for a broadcast costs a round trip whatever its size.
@@ -108,9 +115,52 @@ void broadcast_packed(const std::vector<at::Tensor>& tensors, const comm::Group&
   }
 }
 
-/// What a normalisation in training updates by itself, and does not differentiate by.
-bool is_kept_by_a_norm(const std::string& name) {
-  return name.ends_with("running_mean") || name.ends_with("running_var") || name.ends_with("num_batches_tracked");
+/// What normalisations update by themselves in training, and do not differentiate by then.
+std::set<const c10::TensorImpl*> kept_by_norms(const torch::nn::Module& module) {
+  std::set<const c10::TensorImpl*> kept;
+  module.apply([&](const torch::nn::Module& inner) {
+    if (!inner.is_training()) return;
+    for (const auto& buffer : inner.named_buffers(/*recurse=*/false)) {
+      const std::string& name = buffer.key();
+      const bool is_statistic = name.ends_with("running_mean") || name.ends_with("running_var") || name.ends_with("num_batches_tracked");
+      if (is_statistic) kept.insert(buffer.value().unsafeGetTensorImpl());
+    }
+  });
+  return kept;
+}
+
+/// A buffer as messages see it.
+struct BufferForm {
+  std::string name, form;
+};
+
+std::vector<BufferForm> forms_of_buffers(const torch::nn::Module& module) {
+  std::vector<BufferForm> forms;
+  for (const auto& buffer : module.named_buffers()) {
+    if (buffer.value().defined()) forms.push_back({buffer.key(), detail::concat(buffer.value().sizes(), ", ", buffer.value().scalar_type())});
+  }
+  return forms;
+}
+
+int64_t hash_of(const BufferForm& buffer) {
+  const std::string text = buffer.name + ' ' + buffer.form + ';';
+  return static_cast<int64_t>(hash_bytes(text.data(), text.size()));
+}
+
+/// What is to be said of the first that differs over `group`, where any does. As many on every rank, or `even` is false.
+std::string unlike_buffer(const std::vector<BufferForm>& forms, const comm::Group& group, at::Device device, bool even) {
+  if (!even) return detail::concat("are ", forms.size(), " on this rank, and not as many on every rank of ", group.name());
+  std::vector<int64_t> hashes;
+  for (const BufferForm& buffer : forms) hashes.push_back(hash_of(buffer));
+  const at::Tensor all = gather_words(hashes, group, device);
+  for (size_t i = 0; i < forms.size(); ++i) {
+    const std::string ranks = ranks_that_differ(all, static_cast<int64_t>(i));
+    if (!ranks.empty()) {
+      return detail::concat("differ: '", forms[i].name, "', here ", forms[i].form, ", has another shape, dtype or name on rank 0 of ", group.name(),
+                            " than on rank ", ranks);
+    }
+  }
+  return "";
 }
 
 }  // namespace
@@ -119,16 +169,72 @@ void equalize_replicas(torch::nn::Module& module, const comm::Group& group, Repl
   const std::vector<nn::NamedParameter> parameters = nn::unique_parameters(module, only);
   if (group.size() == 1 || parameters.empty() || start == ReplicaStart::Trust) return;
   const at::NoGradGuard no_grad;
-  if (start == ReplicaStart::Check) return check_replicas(technique, parameters, group);
+  if (start == ReplicaStart::Check) {
+    return compare_replicas(parameters, group, technique,
+                            "build the model from the same seed on every rank, load the same file on all of them, or start from rank 0's with "
+                            "ReplicaStart::Broadcast");
+  }
   const at::Tensor summaries =
       gather_words({static_cast<int64_t>(parameters.size()), hash_of_structure(parameters)}, group, message_device(parameters.front().tensor, group));
   if (!parameters.front().tensor.is_meta()) refuse_other_structure(technique, summaries, group);
   for (const nn::NamedParameter& parameter : parameters) broadcast_packed({parameter.tensor.detach()}, group);
 }
 
+void compare_replicas(const std::vector<nn::NamedParameter>& parameters, const comm::Group& group, const std::string& technique, const std::string& reason) {
+  if (group.size() == 1 || parameters.empty()) return;
+  const at::NoGradGuard no_grad;
+  const auto difference = find_difference(technique, parameters, group);
+  if (!difference) return;
+  constexpr const char* kLoaded =
+      "they were equal when the model was wrapped: load the same file on every rank after that, or load on rank 0 before, and wrap "
+      "with ReplicaStart::Broadcast";
+  throw ConfigError(detail::concat(technique, ": the replicas differ: parameter '", difference->parameter, "' of rank 0 of ", group.name(),
+                                   " is another one on rank ", difference->ranks, "; ", reason.empty() ? kLoaded : reason));
+}
+
+uint64_t hash_of_buffers(const torch::nn::Module& module) {
+  Hasher hasher;
+  for (const BufferForm& buffer : forms_of_buffers(module)) {
+    const int64_t hash = hash_of(buffer);
+    hasher.update(&hash, sizeof hash);
+  }
+  return hasher.value();
+}
+
+void require_same_buffers(const torch::nn::Module& module, const std::vector<comm::Group>& groups, bool found) {
+  const std::vector<BufferForm> forms = forms_of_buffers(module);
+  if (forms.empty() && !found) return;
+  const at::NoGradGuard no_grad;
+  const at::Tensor first = module.parameters().front();
+  std::vector<bool> unlike, even;
+  for (const comm::Group& group : groups) {
+    unlike.push_back(false);
+    even.push_back(true);
+    if (group.size() == 1) continue;
+    const at::Tensor words = gather_words({std::ssize(forms), static_cast<int64_t>(hash_of_buffers(module)), found}, group, message_device(first, group));
+    if (first.is_meta()) continue;  // a dry run
+    even.back() = ranks_that_differ(words, 0).empty();
+    unlike.back() = !ranks_that_differ(words, 1).empty();
+    found |= unlike.back() || words.select(1, 2).any().item<bool>();
+  }
+  if (!found || first.is_meta()) return;
+  std::string what;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (!unlike[i]) continue;
+    const std::string of_group = unlike_buffer(forms, groups[i], message_device(first, groups[i]), even[i]);
+    if (what.empty()) what = of_group;
+  }
+  throw ConfigError(detail::concat(
+      "data parallelism: buffers of the module ", what.empty() ? "differ between other ranks" : what,
+      ": rank 0's become every rank's, so each has to be as large everywhere. Make it of one size on all ranks (a mask of the longest sequence of all), "
+      "set buffers = BufferBroadcast::AtStart or Never in the options of the wrapper, with which each rank goes on with its own, or keep it as a plain member "
+      "of the module in place of a buffer"));
+}
+
 void broadcast_buffers(torch::nn::Module& module, const comm::Group& group) {
   if (group.size() == 1) return;
   std::vector<at::Tensor> buffers;
+  const std::set<const c10::TensorImpl*> quiet = kept_by_norms(module);
   std::set<const c10::TensorImpl*> watched;
   for (const auto& item : module.named_buffers()) {
     const at::Tensor& buffer = item.value();
@@ -138,10 +244,10 @@ void broadcast_buffers(torch::nn::Module& module, const comm::Group& group) {
         ", and buffers are brought from rank 0 in dense memory; make it alike on every rank and set buffers = BufferBroadcast::Never in the options of the ",
         "wrapper, or keep it as a plain member of the module in place of a buffer");
     buffers.push_back(buffer);
-    if (!buffer.is_meta() && !is_kept_by_a_norm(item.key())) watched.insert(buffer.unsafeGetTensorImpl());
+    if (!buffer.is_meta() && !quiet.contains(buffer.unsafeGetTensorImpl())) watched.insert(buffer.unsafeGetTensorImpl());
   }
   // Quietly: a graph whose backward pass is still to come may hold a buffer (BatchNorm's statistics), and does not mind, as it does not when forward updates
-  // one. Any other may be a factor of what the graph computed: if it becomes another one now, that pass has to say so.
+  // one. Any other may be a factor of what the graph computed, as the statistics are in evaluation: if it becomes another one now, that pass has to say so.
   const at::AutoDispatchBelowADInplaceOrView below;
   broadcast_packed(buffers, group, [&](const at::Tensor& buffer, const at::Tensor& next) {
     if (watched.contains(buffer.unsafeGetTensorImpl()) && !at::equal(buffer, next)) buffer.unsafeGetTensorImpl()->bump_version();

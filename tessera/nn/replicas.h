@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include <torch/nn/module.h>
 
@@ -30,9 +32,22 @@ enum class BufferBroadcast {
 void equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start, const nn::ParameterFilter& only = {},
                        const std::string& technique = "data parallelism");
 
-/// Broadcasts the buffers of `module` from rank 0, one message per dtype. One that becomes another by that counts as written in place (a graph that still holds
-/// it refuses its backward pass), but for running statistics (running_mean, running_var, num_batches_tracked), by which nothing is differentiated in training.
-/// Throws ConfigError, by name, for one that is not dense.
+/// Throws ConfigError, by name and rank, where one of `parameters` is another one on some rank. `reason`: what may be the cause, and the way out; unset:
+/// weights that were loaded on some ranks alone, behind the wrapping and before the first step. Traffic: as Check.
+void compare_replicas(const std::vector<nn::NamedParameter>& parameters, const comm::Group& group, const std::string& technique,
+                      const std::string& reason = {});
+
+/// Of the names, shapes and dtypes of what broadcast_buffers brings: the same on ranks whose messages fit each other.
+uint64_t hash_of_buffers(const torch::nn::Module& module);
+
+/// Throws ConfigError, by the first name that differs, where hash_of_buffers is another on some rank of `groups`, taken one after the other (of each rank of
+/// the first, its peers in the second): to all their ranks alike. `found`: the ranks know that there is one, and a module without buffers has to say so, too.
+/// Traffic: an all-gather of 3 words in each group.
+void require_same_buffers(const torch::nn::Module& module, const std::vector<comm::Group>& groups, bool found = false);
+
+/// Broadcasts the buffers of `module`, of the same names, shapes and dtypes on every rank, from rank 0, one message per dtype. One that becomes another by that
+/// counts as written in place (a graph that still holds it refuses its backward pass), but for the running statistics (running_mean, running_var,
+/// num_batches_tracked) of a module that trains, by which nothing is differentiated then. Throws ConfigError, by name, for one that is not dense.
 void broadcast_buffers(torch::nn::Module& module, const comm::Group& group);
 
 }  // namespace tessera

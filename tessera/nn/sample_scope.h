@@ -16,7 +16,7 @@ namespace tessera::nn {
 struct SampleContext {
   uint64_t seed = 0;             ///< of the run
   int64_t step = 0;              ///< optimizer step, from 1; 0: nobody stated one, and each call draws a mask of its own (MaskKeys)
-  int64_t first_sample = 0;      ///< position of the micro-batch's first row in the global batch of the step
+  int64_t first_sample = 0;      ///< of the micro-batch's first row, counted over the whole run from 0, as the loader counts
   at::Tensor positions{};        ///< int64 [columns]: where those of the micro-batch lie in the sequence (context parallelism); undefined: in order
   int64_t first_column = 0;      ///< of the tensor at hand, among those (sequence parallelism)
   int64_t seq_len = 0;           ///< of whole sequences; 0: what the tensor has

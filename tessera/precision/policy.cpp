@@ -39,6 +39,27 @@ void convert(const at::Tensor& parameter, at::ScalarType dtype) {
   nn::set_data_of_same(parameter, parameter.detach().to(dtype));
 }
 
+/// Those whose products follow the policy, and round their weights at each use.
+bool casts_its_weight(const torch::nn::Module& module) {
+  return dynamic_cast<const nn::LinearImpl*>(&module) != nullptr || dynamic_cast<const nn::GroupedExpertsImpl*>(&module) != nullptr;
+}
+
+/// A setting that would do nothing.
+void refuse_unheard(const torch::nn::Module& root, const Policy& policy) {
+  if (!policy.fp8 && policy.compute == policy.params) return;
+  bool has_parameters = false, heard = false;
+  root.apply([&](const torch::nn::Module& module) {
+    if (module.parameters(/*recurse=*/false).empty()) return;
+    has_parameters = true;
+    heard |= policy.fp8 ? casts_its_weight(module) : dynamic_cast<const nn::Module*>(&module) != nullptr;
+  });
+  require(heard || !has_parameters, "precision.compute = ", policy.fp8 ? "fp8" : c10::toString(policy.compute),
+          " beside precision.params = ", c10::toString(policy.params), ": module '", root.name(), "' has no ",
+          policy.fp8 ? "linear layer or experts of tessera::nn, which multiply in it" : "tessera::nn::Module with parameters, which would compute in it",
+          ", and plain torch::nn modules compute in the dtype of their parameters. Set params and compute to one format (bf16 both, with fp32 masters), let "
+          "fully_shard gather a plain module in 16 bits (param_dtype, without cast), or build the model of tessera's layers");
+}
+
 }  // namespace
 
 std::optional<at::ScalarType> Policy::gradient_dtype() const {
@@ -81,6 +102,7 @@ Policy policy_from(const PrecisionConfig& config) {
 }
 
 void apply(torch::nn::Module& root, const Policy& policy) {
+  refuse_unheard(root, policy);
   root.apply([&](torch::nn::Module& module) {
     if (auto* ours = dynamic_cast<nn::Module*>(&module)) ours->set_compute_dtype(policy.compute);
     if (auto* linear = dynamic_cast<nn::LinearImpl*>(&module)) linear->set_fp8(policy.fp8);
@@ -94,7 +116,7 @@ std::function<bool(const nn::NamedParameter&)> cast_at_use(const torch::nn::Modu
   std::map<const c10::TensorImpl*, int> users;
   std::set<const c10::TensorImpl*> cast;
   root.apply([&](const torch::nn::Module& module) {
-    const bool casts = narrows && (dynamic_cast<const nn::LinearImpl*>(&module) || dynamic_cast<const nn::GroupedExpertsImpl*>(&module));
+    const bool casts = narrows && casts_its_weight(module);
     for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) {
       ++users[parameter.unsafeGetTensorImpl()];
       if (casts) cast.insert(parameter.unsafeGetTensorImpl());

@@ -40,7 +40,8 @@ Policy policy_from(const PrecisionConfig& config);
 
 /// Gives every interceptable module below `root` its compute dtype, and every parameter the dtype of `policy.params`. To be called before memory is given
 /// (on_meta), or at once after construction: values are rounded, and what was taken of a parameter before (gradient hooks) is lost. Plain torch::nn modules
-/// compute in the dtype of their parameters.
+/// compute in the dtype of their parameters: throws ConfigError, naming precision.compute, where no module with parameters takes another one, or, of fp8, no
+/// linear layer of ours.
 void apply(torch::nn::Module& root, const Policy& policy);
 
 /// Which parameters below `root` their only use casts to `policy.compute` first: weights and biases of interceptable linear layers, and those of experts, that

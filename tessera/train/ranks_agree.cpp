@@ -39,15 +39,19 @@ std::string measured_costs_of(const Config& config) {
 
 }  // namespace
 
-void check_ranks_agree(const comm::Group& group, const Settings& mine) {
-  if (group.size() == 1) return;
-  const comm::CallSite site("start");
-  const nlohmann::json all_of_mine = mine;
-  const std::string text = json_text(all_of_mine);
+bool same_on_all(const comm::Group& group, const nlohmann::json& mine) {
+  if (group.size() == 1) return true;
+  const std::string text = json_text(mine);
   const at::Tensor hash = at::full({1}, static_cast<int64_t>(hash_bytes(text.data(), text.size())), at::device(at::kCPU).dtype(at::kLong));
   const at::Tensor hashes = at::zeros({group.size()}, hash.options());
   comm::all_gather(group, hashes, hash);
-  if (hashes.eq(hashes[0]).all().item<bool>()) return;
+  return hashes.eq(hashes[0]).all().item<bool>();
+}
+
+void check_ranks_agree(const comm::Group& group, const Settings& mine) {
+  const comm::CallSite site("start");
+  const nlohmann::json all_of_mine = mine;
+  if (same_on_all(group, all_of_mine)) return;
   std::vector<Settings> of_ranks;
   for (const auto& theirs : checkpoint::gather_json(group, all_of_mine)) of_ranks.push_back(theirs.get<Settings>());
   const auto found = comm::disagreement(of_ranks);

@@ -8,6 +8,9 @@
 /// with losses that look sound. So all compare what they were told before they make anything of it.
 namespace tessera {
 
+/// Whether all ranks of `group` bring the same text of it. Collective. Traffic: one all-gather of 8 bytes.
+bool same_on_all(const comm::Group& group, const nlohmann::json& mine);
+
 /// Throws ConfigError, on every rank the same, unless all ranks of `group` bring the same settings. Collective. Traffic: one all-gather of 8 bytes; where they
 /// differ, of the settings too.
 void check_ranks_agree(const comm::Group& group, const Settings& mine);

@@ -28,10 +28,12 @@
 #include "tessera/layout/slice.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/train/compose.h"
+#include "tessera/train/ranks_agree.h"
 
 // Hashes guard bytes; one forward pass guards their meaning. A micro-batch's loss depends on weights, data position and arithmetic, and on nothing of how the
 // rest is dealt, so it is the same number in any layout. Whether it has to be the same bits is decided by comparing a description of the arithmetic as a whole:
-// whatever differs in it, also what an older build did not record, turns the comparison into one within bounds, never into a false alarm.
+// whatever differs in it, also what an older build did not record, turns the comparison into one within bounds, never into a false alarm. It is one rank's, and
+// hosts may be of several kinds: where ranks compute otherwise than each other, a micro-batch may meet another kind than computed it, and no bits are compared.
 
 namespace tessera {
 
@@ -42,6 +44,9 @@ std::string processor() {
   const std::string name = processor_name();
   return name.empty() ? "unknown" : " " + name;
 }
+
+/// In the arithmetic: whether it is that of all ranks.
+constexpr const char* kOfAllRanks = "of_all_ranks";
 
 struct Recorded {
   int64_t micro_size = 0;
@@ -144,7 +149,7 @@ Replay::Result Replay::check(ForwardEngine& engine, const data::Cursor& cursor, 
   const auto losses = losses_of(engine, cursor, recorded.micro_size, recorded.indices[entry_of(mesh_.rank(mesh_roles(config_).batch))]);
 
   const auto here = arithmetic(engine.device());
-  const bool bits = here == recorded.arithmetic;
+  const bool bits = here.at(kOfAllRanks).get<bool>() && here == recorded.arithmetic;
   auto formats = recorded.formats;
   for (auto& format : formats_in(here)) formats.push_back(std::move(format));
   const double bound = replay_bound(formats);
@@ -203,6 +208,9 @@ nlohmann::json Replay::arithmetic(at::Device device) const {
   if (!device.is_cpu())
     arithmetic["device"] = device_facts(device).model.empty() ? c10::DeviceTypeName(device.type(), /*lower_case=*/true) : device_facts(device).model;
   if (!sums_.is_null()) arithmetic["sums"] = sums_;
+  const comm::CallSite site("replay");
+  const bool of_all = same_on_all(mesh_[mesh_roles(config_).world], arithmetic);
+  arithmetic[kOfAllRanks] = of_all;
   return arithmetic;
 }
 

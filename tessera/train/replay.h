@@ -22,12 +22,12 @@ namespace tessera {
 /// record() runs the first micro-batch that each data rank would take next through the model as it is saved, in evaluation mode and without a graph
 /// (nothing of the run changes), and records each loss with the micro-batch's index in the step. check() runs as many of them as there are data ranks now,
 /// each in the recorded micro_size, and compares: bit for bit where the same arithmetic meets the same micro-batch (threads per rank, kernels, precision, mesh
-/// axes that cut the model, processor), else within replay_bound(). Where layers are cut, what orders the sums over their ranks is part of it: the engine, the
-/// collective algorithms, which ranks share a host, and whether the sequence is cut or products overlap. Since the loss of a micro-batch does not depend on
-/// how the others are dealt, a run on another number of data ranks, or with another sharding, is compared bit for bit too.
+/// axes that cut the model, processor; on all ranks, then and now), else within replay_bound(). Where layers are cut, what orders the sums over their ranks is
+/// part of it: the engine, the collective algorithms, which ranks share a host, and whether the sequence is cut or products overlap. Since the loss of a
+/// micro-batch does not depend on how the others are dealt, a run on another number of data ranks, or with another sharding, is compared bit for bit too.
 ///
-/// Both are collective over `mesh`. Cost: one forward of one micro-batch on each rank, at each save and once after a load, and an all-gather of 8 bytes. What
-/// it cannot see: the optimizer's state, which only hashes guard.
+/// Both are collective over `mesh`. Cost: one forward of one micro-batch on each rank, at each save and once after a load, and two all-gathers of 8 bytes.
+/// What it cannot see: the optimizer's state, which only hashes guard.
 class Replay {
  public:
   /// Collective over the ranks that layers are cut over.
@@ -49,7 +49,7 @@ class Replay {
  private:
   /// Each data rank's loss of the micro-batch `index` that it asks for.
   std::vector<double> losses_of(ForwardEngine& engine, const data::Cursor& cursor, int64_t micro_size, int64_t index) const;
-  /// What must be equal for the bits to be.
+  /// What must be equal for the bits to be: this rank's, and whether it is all ranks'. Collective.
   nlohmann::json arithmetic(at::Device device) const;
 
   const Config& config_;

@@ -254,10 +254,11 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   void begin_completion() override { meet_first(); }
 
   void meet_first() {
-    if (std::exchange(has_started_, true)) return;
+    if (has_started_) return;
     // In the plain loop the first forward pass has been made by now, with whatever each rank had.
     equalize(plain_ && options_.replicas == ReplicaStart::Broadcast ? ReplicaStart::Check : options_.replicas);
     if (!plain_) share_buffers();
+    has_started_ = true;  // a loop that goes on after a refusal is refused again
   }
 
   /// Whoever makes an optimizer of the parts of what is trained makes it between steps, when the program has just frozen or unfrozen parameters.

@@ -69,7 +69,7 @@ struct ZeroOptions {
 ///                      Passes under no_sync(), and those that add to a result: whole gradients in stage 2 too, and a copy of the parts
 ///   at construction    buffers from rank 0 (ReplicaStart::Broadcast: the parameters, too); when the first step begins as DDP 3 words per rank, and, by
 ///                      explicit calls, buffers once more
-///   when complete      with BufferBroadcast::EachStep a broadcast of the buffers; in the plain loop an all-gather of seven words
+///   when complete      with BufferBroadcast::EachStep a broadcast of the buffers; in the plain loop an all-gather of ten words
 ///
 /// Parameters that are frozen when this is made lie in buckets of their own, which take no gradients, no reduction and no gather until one of them is unfrozen;
 /// parameters may be frozen and unfrozen between steps, on every rank alike. Tied ones are held once. Weights may be loaded at any time, also by what gives a

@@ -45,6 +45,7 @@ TEST(Agreement, HoldsWhereOnlyLayoutAndPlacesChange) {
   other.model.from_hf = "/model";
   other.batch.global_size = 16;  // data::carried judges these two
   other.data.seq_len = 9;
+  other.data.bos = false;  // the identity of the data judges it
   other.optim.lr = 3e-4;
   other.optim.max_grad_norm = 1;
   other.optim.betas = {0.9, 0.95};
@@ -78,6 +79,8 @@ TEST(Agreement, SaysThatTheTextHasChangedInWords) {
   EXPECT_EQ(told({{"content", "c3"}, {"tokenizer", "b2"}}), "data.files: the text is not the one " + rest);
   EXPECT_EQ(told({{"content", "c3"}, {"tokenizer", "d4"}}), "data.tokenizer: the tokenizer is not the one " + rest);
   EXPECT_EQ(told({{"content", "a1"}, {"tokenizer", "b2"}}), "agrees");
+  EXPECT_EQ(told({{"content", "c3"}, {"tokenizer", "b2"}, {"bos", true}}),
+            "data.bos = true: ckpt/step-1 was written with false; resume with the same value, or start anew with checkpoint.resume = \"\"");
 }
 
 TEST(Agreement, BlamesTheKeyThatADefaultFollows) {
@@ -121,6 +124,16 @@ TEST(Agreement, AnOlderCheckpointWithoutAKeyWasWrittenWithItsDefault) {
   EXPECT_THAT([&] { check_agreement(saved, agreement_of(example_config(), "h"), "ckpt"); },
               ThrowsMessage<ConfigError>(HasSubstr("model.dim = 32: ckpt was written with 0")));
   EXPECT_THROW(check_agreement(nlohmann::json(), agreement_of(example_config(), "h"), "ckpt"), ConfigError);
+}
+
+/// Whose other settings only a run with such weights writes down.
+TEST(Agreement, AFormatOfQuantizedWeightsMeetsACheckpointThatHasNone) {
+  Config quantized = example_config();
+  quantized.quantize.modules = "layers.*";
+  const auto with = agreement_of(quantized, "h"), without = agreement_of(example_config(), "h");
+  EXPECT_THAT([&] { check_agreement(without, with, "ckpt"); },
+              ThrowsMessage<ConfigError>(HasSubstr("quantize.modules = \"layers.*\": ckpt was written with \"\"")));
+  EXPECT_THAT([&] { check_agreement(with, without, "ckpt"); }, ThrowsMessage<ConfigError>(HasSubstr("quantize.modules = \"\": ckpt was written with")));
 }
 
 TEST(ChangedSettings, AreNamedWithBothValues) {

@@ -1,5 +1,6 @@
 #include "tessera/checkpoint/checkpoint.h"
 
+#include <limits>
 #include <set>
 
 #include <gmock/gmock.h>
@@ -10,6 +11,7 @@
 #include <torch/optim/sgd.h>
 
 #include "tessera/checkpoint/deal.h"
+#include "tessera/checkpoint/files.h"
 #include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/save_steps.h"
@@ -42,6 +44,35 @@ TEST(Checkpoint, LoadsInEveryLayoutFromEveryLayout) {
       }
     }
   }
+}
+
+/// As on file systems that cannot exchange two names, where a program that saves one step time and again has nobody who clears up.
+TEST(Checkpoint, ReplacingInTwoStepsLeavesNothingInTheWayOfTheNext) {
+  const TemporaryFolder folder;
+  const auto step = folder / "step-00000001", temporary = folder / ".tmp-step-00000001", aside = folder / ".tmp-step-00000001.replaced";
+  const auto write = [](const fs::path& dir, const std::string& text) {
+    make_empty_directory(dir);
+    write_file(dir / "manifest.json", text);
+  };
+  write(step, "0");
+  for (const std::string text : {"1", "2", "3"}) {
+    write(temporary, text);
+    replace_in_two_steps(temporary, step);
+    EXPECT_EQ(read_all(step / "manifest.json"), text);
+    EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), {}), 1);
+  }
+  write(aside, "of a save that was killed");
+  write(temporary, "4");
+  replace_in_two_steps(temporary, step);
+  EXPECT_EQ(read_all(step / "manifest.json"), "4");
+}
+
+TEST(Checkpoint, RefusesProgressThatIsNoFiniteNumber) {
+  const TemporaryFolder folder;
+  auto state = state_of(Layout::Rows, 1, 0, 1);
+  state.progress = {{"best", std::numeric_limits<double>::infinity()}};
+  EXPECT_THAT([&] { save(folder.path(), state, comm::Group::self()); }, ThrowsMessage<Error>(HasSubstr("checkpoint: progress.best = inf cannot be saved")));
+  EXPECT_TRUE(fs::is_empty(folder.path()));
 }
 
 TEST(Checkpoint, ARunGoesFromOneRankToTwoToThree) {

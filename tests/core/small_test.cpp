@@ -1,4 +1,5 @@
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -15,6 +16,7 @@
 #include "tessera/core/hash.h"
 #include "tessera/core/host_read.h"
 #include "tessera/core/log.h"
+#include "tessera/core/poll.h"
 #include "tessera/core/svg.h"
 #include "tessera/core/system_reason.h"
 #include "tessera/core/temporary_place.h"
@@ -183,6 +185,21 @@ TEST(TemporaryPlace, SaysWhichVariableNamedIt) {
                                                     "written, or do without"));
   for (const char* const name : names) unsetenv(name);
   for (const auto& [name, value] : before) setenv(name, value.c_str(), 1);
+}
+
+TEST(Poll, SaysOnceWhatItWaitsForWhereThatTakesLong) {
+  const auto waits = [](int ms, int asked) {
+    ::testing::internal::CaptureStderr();
+    const bool done = poll_until(std::chrono::milliseconds(ms), [&] { return --asked == 0; }, [] { return std::string("it is held"); });
+    return std::pair(done, ::testing::internal::GetCapturedStderr());
+  };
+  EXPECT_EQ(waits(0, 1), std::pair(true, std::string()));
+  EXPECT_EQ(waits(0, 2), std::pair(false, std::string()));
+  EXPECT_EQ(waits(1000, 3), std::pair(true, std::string()));
+  const auto [done, said] = waits(2200, 1000);
+  EXPECT_FALSE(done);
+  EXPECT_THAT(said, HasSubstr("W it is held; waiting up to 2.20 s for its end\n"));
+  EXPECT_EQ(said.find("held"), said.rfind("held"));
 }
 
 TEST(Log, GoesToStandardError) {

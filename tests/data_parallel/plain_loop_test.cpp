@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <latch>
@@ -11,6 +12,7 @@
 #include <torch/optim/sgd.h>
 
 #include "support.h"
+#include "tessera/comm/backends/record.h"
 #include "tessera/comm/decorators/check.h"
 #include "tessera/data_parallel/tree_reduction.h"
 #include "tessera/nn/sync_batch_norm.h"
@@ -229,19 +231,29 @@ TEST(DdpPlainLoop, AGradientWrittenWithinAnAccumulationIsRefused) {
 
 TEST(DdpPlainLoop, AnOptimizersStepOnGradientsOfThisRankAloneIsRefused) {
   for (const auto& make : {make_sgd, make_adam}) {
-    run_ranks(2, [&](World& world) {
-      Net net;
-      DistributedDataParallel ddp(net, world.group());
-      const auto optimizer = make(net.parameters());
-      const auto tail = [&] {
-        const Attachment local = ddp.no_sync();
-        backward(net, part_of(whole_batch(samples), 2, world.rank()));
-      };
-      tail();
-      optimizer->step();
-      optimizer->zero_grad();
-      EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("was written after a backward pass under no_sync()"));
-    });
+    for (const int ranks : {2, 3}) {
+      for (const bool find_unused : {false, true}) {
+        run_ranks(ranks, [&](World& world) {
+          Net net;
+          DistributedDataParallel ddp(net, world.group(), {.find_unused_parameters = find_unused});
+          const auto optimizer = make(net.parameters());
+          const auto local = [&](int64_t step) {
+            const Attachment held = ddp.no_sync();
+            backward(net, part_of(whole_batch(samples, step), ranks, world.rank()));
+          };
+          backward(net, whole_batch(samples));
+          local(0);
+          optimizer->step();
+          optimizer->zero_grad();
+          local(1);                      // it may be some passes until ranks meet
+          for (int i = 0; i < 2; ++i) {  // a loop that goes on after a refusal has mended nothing
+            const std::string said = refusal([&] { backward(net, whole_batch(samples)); });
+            EXPECT_THAT(said, HasSubstr("the replicas differ: parameter '"));
+            EXPECT_THAT(said, HasSubstr("was written after a backward pass under no_sync()"));
+          }
+        });
+      }
+    }
     run_ranks(2, [&](World& world) {
       Net net;
       {
@@ -254,6 +266,120 @@ TEST(DdpPlainLoop, AnOptimizersStepOnGradientsOfThisRankAloneIsRefused) {
       EXPECT_FALSE(net.scale.grad().defined());
     });
   }
+}
+
+/// Behind passes whose gradients were given up a program may write what it likes, the same on every rank: load the best weights, say.
+TEST(DdpPlainLoop, WeightsThatAreLoadedInPlaceOfAnAccumulationAreTrained) {
+  const std::vector<std::function<void(const at::Tensor&)>> loads{[](at::Tensor parameter) { parameter.mul_(0.5); },
+                                                                  [](const at::Tensor& parameter) { parameter.set_data(parameter.detach() * 0.5); }};
+  for (const auto& load : loads) {
+    for (const bool set_to_none : {true, false}) {
+      expect_parity({.train = [&](Net& net, GradientSynchronizer* ddp, torch::optim::Optimizer& optimizer, const auto& mine) {
+        const auto local = [&](int64_t step) {
+          const Attachment held = ddp ? ddp->no_sync() : Attachment();
+          backward(net, mine(step));
+        };
+        for (int64_t step = 0; step < 9; step += 3) {
+          local(step);
+          optimizer.zero_grad(set_to_none);
+          {
+            const at::NoGradGuard no_grad;
+            for (const at::Tensor& parameter : net.parameters()) load(parameter);
+          }
+          local(step + 1);
+          backward(net, mine(step + 2));
+          optimizer.step();
+          optimizer.zero_grad(set_to_none);
+        }
+      }});
+    }
+  }
+}
+
+/// Whether to compare is for all ranks to know, though one alone has written: it waits for nobody, and nobody for it.
+TEST(DdpPlainLoop, OneRankThatWritesBehindAnAccumulationIsToldOnAll) {
+  for (const int ranks : {2, 3}) {
+    for (const bool another : {false, true}) {
+      run_ranks(ranks, [&](World& world) {
+        Net net;
+        DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets});
+        {
+          const Attachment held = ddp.no_sync();
+          backward(net, whole_batch(samples));
+        }
+        net.zero_grad();
+        if (world.rank() == ranks - 1) {
+          const at::NoGradGuard no_grad;
+          net.scale.mul_(another ? 2 : 1);
+        }
+        const auto go_on = [&] { backward(net, part_of(whole_batch(samples), ranks, world.rank())); };
+        if (!another) return go_on();
+        EXPECT_THAT(refusal(go_on), HasSubstr("parameter 'scale' of rank 0 of world is another one on rank " + std::to_string(ranks - 1) + "; on some rank"));
+      });
+    }
+  }
+}
+
+/// Ranks are compared when they are wrapped, and once more when the first step is complete.
+TEST(DdpPlainLoop, WeightsThatOneRankLoadsBehindTheWrappingAreRefused) {
+  for (const bool tree : {false, true}) {
+    for (const ReplicaStart start : {ReplicaStart::Check, ReplicaStart::Broadcast, ReplicaStart::Trust}) {
+      std::vector<std::shared_ptr<comm::Recorder>> recorders{std::make_shared<comm::Recorder>(), std::make_shared<comm::Recorder>()};
+      const auto decorator = [&](auto inner, const comm::GroupInfo& group) { return comm::make_record_engine(recorders[group.rank], group, inner); };
+      const auto comparisons = [&](const World& world) {
+        const auto records = recorders[world.rank()]->records();
+        return std::ranges::count_if(records, [](const auto& record) { return record.op == "all_gather" && record.site.ends_with(".start"); });
+      };
+      run_ranks(2,
+                [&](World& world) {
+                  const auto wrap = [&](Net& net) -> std::unique_ptr<GradientSynchronizer> {
+                    if (tree) return std::make_unique<TreeReduction>(net, world.group(), TreeReductionOptions{.num_micro_batches = 2, .replicas = start});
+                    return std::make_unique<DistributedDataParallel>(net, world.group(), DdpOptions{.replicas = start});
+                  };
+                  const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+                  Net net, other;
+                  const auto wrapped = wrap(net);
+                  fill_parameters(net, 2);  // the same file on every rank
+                  recorders[world.rank()]->clear();
+                  backward(net, mine);
+                  EXPECT_EQ(comparisons(world), start == ReplicaStart::Trust ? 0 : 1);
+                  recorders[world.rank()]->clear();
+                  for (int step = 0; step < 3; ++step) {
+                    if (!tree) {
+                      const Attachment held = wrapped->no_sync();
+                      backward(net, mine);
+                    }
+                    backward(net, mine);
+                    sgd(net, 0.05);
+                    net.zero_grad();
+                  }
+                  EXPECT_EQ(comparisons(world), 0);
+                  const auto wrapped_other = wrap(other);
+                  if (world.rank() == 0) fill_parameters(other, 2);
+                  if (start == ReplicaStart::Trust) return backward(other, mine);
+                  for (int i = 0; i < 2; ++i) {
+                    EXPECT_THAT(refusal([&] { backward(other, mine); }),
+                                HasSubstr("they were equal when the model was wrapped: load the same file on every rank"));
+                  }
+                },
+                {.decorators = {decorator}});
+    }
+  }
+}
+
+/// What a newer wrapper has taken over is its own to compare: rows, under fully_shard.
+TEST(DdpPlainLoop, ComparesWhatIsStillItsOwn) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    const auto is_scale = [](const nn::NamedParameter& parameter) { return parameter.name == "scale"; };
+    const DistributedDataParallel newer(net, world.group(), {.only = is_scale, .replicas = ReplicaStart::Trust});
+    {
+      const at::NoGradGuard no_grad;
+      net.scale.fill_(world.rank());
+    }
+    EXPECT_NO_THROW(backward(net, whole_batch(samples)));
+  });
 }
 
 TEST(DdpPlainLoop, NobodysHandleOnAGradientChanges) {
@@ -533,6 +659,91 @@ TEST(DdpPlainLoop, BuffersAreRankZerosWhenAStepIsComplete) {
   });
   EXPECT_GT(means[0].abs().max().item<double>(), 0);
   EXPECT_TRUE(at::equal(means[0], means[1]) && at::equal(means[0], means[2]));
+}
+
+/// A mask that grows with the longest sequence that a rank has seen.
+struct Masked : torch::nn::Module {
+  Masked() {
+    net = register_module("net", std::make_shared<Net>());
+    register_buffer("table", at::ones({4}));
+    register_buffer("mask", at::ones({2}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return net->forward(x) * named_buffers()["mask"].sum(); }
+  void grow(int64_t size) { named_buffers()["mask"].set_data(at::ones({size})); }
+  std::shared_ptr<Net> net;
+};
+
+TEST(DdpPlainLoop, BuffersOfAnotherSizeOnARankAreRefusedByName) {
+  for (const int ranks : {2, 3}) {
+    for (const bool find_unused : {false, true}) {
+      for (const bool tree : {false, true}) {
+        for (const bool by_calls : {false, true}) {
+          run_ranks(ranks, [&](World& world) {
+            Masked model;
+            std::unique_ptr<GradientSynchronizer> wrapped =
+                std::make_unique<DistributedDataParallel>(model, world.group(), DdpOptions{.find_unused_parameters = find_unused});
+            const TreeReductionOptions options{.num_micro_batches = ranks, .find_unused_parameters = find_unused};
+            if (tree) wrapped = std::make_unique<TreeReduction>(model, world.group(), options);
+            const Batch mine = part_of(whole_batch(samples), ranks, world.rank());
+            const auto step = [&] {
+              if (!by_calls) return loss_of(model.forward(mine.x), mine.y, samples).backward();
+              wrapped->begin_step();
+              wrapped->before_micro_batch({.index = world.rank(), .last = true});
+              loss_of(model.forward(mine.x), mine.y, samples).backward();
+              wrapped->after_micro_batch({.index = world.rank(), .last = true});
+              wrapped->finish();
+            };
+            for (const int64_t size : {2, 5}) {  // alike on all ranks
+              model.grow(size);
+              EXPECT_NO_THROW(step());
+            }
+            if (world.rank() == ranks - 1) model.grow(6);
+            const std::string said = refusal(step);
+            EXPECT_THAT(said, HasSubstr(std::string("'mask', here [") + (world.rank() == ranks - 1 ? '6' : '5') + "], Float, has another shape"));
+            EXPECT_THAT(said, HasSubstr("BufferBroadcast::AtStart or Never"));
+          });
+        }
+      }
+    }
+  }
+}
+
+TEST(DdpPlainLoop, ABufferThatOneRankHasNotIsRefused) {
+  run_ranks(2, [&](World& world) {
+    Masked model;
+    DistributedDataParallel ddp(model, world.group());
+    if (world.rank() == 1) model.register_buffer("hidden", at::ones({3}));
+    EXPECT_THAT(refusal([&] { model.forward(whole_batch(samples).x).sum().backward(); }),
+                HasSubstr(std::string("are ") + (world.rank() == 1 ? '3' : '2') + " on this rank, and not as many on every rank of world"));
+  });
+}
+
+/// In evaluation a norm's gradient is of its statistics, which a graph holds; those that become rank 0's meanwhile are others to it.
+TEST(DdpPlainLoop, StatisticsThatAnEvaluationsGraphHoldsDoNotChangeUnderIt) {
+  struct Normed : torch::nn::Module {
+    Normed() {
+      norm = register_module("norm", torch::nn::BatchNorm1d(5));
+      net = register_module("net", std::make_shared<Net>());
+    }
+    at::Tensor forward(const at::Tensor& x) { return net->forward(norm(x)); }
+    torch::nn::BatchNorm1d norm{nullptr};
+    std::shared_ptr<Net> net;
+  };
+  run_ranks(2, [&](World& world) {
+    Normed model;
+    DistributedDataParallel ddp(model, world.group());
+    const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+    const at::Tensor training = loss_of(model.forward(mine.x), mine.y, samples);  // from here on statistics are each rank's own
+    model.eval();
+    const at::Tensor evaluation = loss_of(model.forward(mine.x), mine.y, samples);
+    const int64_t before = model.norm->running_mean._version();
+    training.backward();
+    EXPECT_EQ(model.norm->running_mean._version(), before + world.rank());
+    if (world.rank() == 1) {
+      const Attachment held = ddp.no_sync();
+      EXPECT_THROW(evaluation.backward(), c10::Error);
+    }
+  });
 }
 
 TEST(DdpPlainLoop, ARankWhosePassBringsNothingIsNamedAsACause) {

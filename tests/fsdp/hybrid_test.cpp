@@ -53,6 +53,51 @@ TEST(FullyShardHybrid, GroupsThatShareRanksAreRefused) {
   });
 }
 
+/// Ranks of a shard hold other rows each; those that hold the same rows are compared once more, when the first step is complete.
+TEST(FullyShardHybrid, WeightsThatOneReplicaLoadsBehindTheWrappingAreRefused) {
+  run_ranks(4, [&](World& world) {
+    const Mesh mesh(world, {{"dp_replicate", 2}, {"dp_shard", 2}});
+    for (const ReplicaStart start : {ReplicaStart::Check, ReplicaStart::Trust}) {
+      for (const bool alike : {true, false}) {
+        DeepNet net;
+        const auto sharded = fully_shard(net, mesh["dp_shard"], {.wrap = "block*", .replicate = mesh["dp_replicate"], .replicas = start});
+        if (alike || world.rank() < 2) {
+          const at::NoGradGuard no_grad;
+          for (const at::Tensor& parameter : net->parameters()) parameter.mul_(0.5);
+        }
+        const auto step = [&] { backward_of(net, part_of(whole_batch(samples), 4, world.rank())); };
+        if (alike || start == ReplicaStart::Trust) {
+          step();
+          continue;
+        }
+        for (int i = 0; i < 2; ++i) EXPECT_THAT(testing_support::refusal(step), ::testing::HasSubstr("fully_shard: the replicas differ: parameter '"));
+      }
+    }
+  });
+}
+
+/// The first axis of groups tells what the second found, so no rank goes on alone.
+TEST(FullyShardHybrid, ABufferOfAnotherSizeOnOneRankIsRefusedOnAll) {
+  for (const bool find_unused : {false, true}) {
+    for (const bool by_calls : {false, true}) {
+      run_ranks(4, [&](World& world) {
+        const Mesh mesh(world, {{"dp_replicate", 2}, {"dp_shard", 2}});
+        DeepNet net;
+        net->register_buffer("mask", at::ones({2}));
+        const auto sharded = fully_shard(net, mesh["dp_shard"], {.find_unused_parameters = find_unused, .replicate = mesh["dp_replicate"]});
+        const auto step = [&] {
+          if (by_calls) sharded->begin_step();
+          backward_of(net, part_of(whole_batch(samples), 4, world.rank()));
+          if (by_calls) sharded->finish();
+        };
+        EXPECT_NO_THROW(step());
+        if (world.rank() == 3) net->named_buffers()["mask"].set_data(at::ones({5}));
+        EXPECT_THAT(testing_support::refusal(step), ::testing::HasSubstr("data parallelism: buffers of the module "));
+      });
+    }
+  }
+}
+
 /// With one shard a slice is the whole, so no shape tells.
 TEST(FullyShardHybrid, AGradientFromBeforeTheWrapperIsRefusedWithOneShardToo) {
   run_ranks(2, [](World& world) {

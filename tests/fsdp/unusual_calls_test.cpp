@@ -341,8 +341,8 @@ TEST(FullyShard, ReductionsThatComeInOtherOrdersAreRefused) {
     const auto parameters = nn::unique_parameters(*net);
     UsedParameters used(parameters);
     for (size_t i = 0; i < parameters.size(); ++i) used.mark(i);
-    used.refuse_unused_anywhere({world.group()}, 7);
-    EXPECT_THAT(refusal([&] { used.refuse_unused_anywhere({world.group()}, world.rank() == 2 ? 8 : 7); }),
+    used.refuse_unused_anywhere({world.group()}, {.order = 7});
+    EXPECT_THAT(refusal([&] { used.refuse_unused_anywhere({world.group()}, {.order = world.rank() == 2 ? 8U : 7U}); }),
                 HasSubstr("on rank 2 of world a step comes to the parameters, or to the wrappers over the same ranks, in another order"));
   });
 }

@@ -97,6 +97,20 @@ TEST(Policy, ParametersOfSixteenBitsAreDrawnAsTheProgramDrawsThem) {
   EXPECT_TRUE(at::equal(narrow->weight, wide->weight.to(at::kBFloat16)));
 }
 
+TEST(Policy, AFormatThatNoModuleComputesInIsRefused) {
+  const auto plain = std::make_shared<torch::nn::LinearImpl>(3, 2);
+  EXPECT_THAT([&] { precision::apply(*plain, policy_from(config_of("fp32", "bf16"))); },
+              ThrowsMessage<ConfigError>(HasSubstr("precision.compute = BFloat16 beside precision.params = Float: module 'torch::nn::LinearImpl' has no "
+                                                   "tessera::nn::Module with parameters")));
+  EXPECT_THAT([&] { precision::apply(*plain, policy_from(config_of("bf16", "fp32"))); }, ThrowsMessage<ConfigError>(HasSubstr("precision.compute = Float")));
+  EXPECT_THAT([&] { precision::apply(*plain, policy_from(config_of("bf16", "fp8"))); }, ThrowsMessage<ConfigError>(HasSubstr("precision.compute = fp8")));
+  for (const at::Tensor& parameter : plain->parameters()) EXPECT_EQ(parameter.scalar_type(), at::kFloat) << "refused before anything is touched";
+  nn::Embedding embed(5, 3);
+  EXPECT_THAT([&] { precision::apply(*embed, policy_from(config_of("bf16", "fp8"))); }, ThrowsMessage<ConfigError>(HasSubstr("no linear layer or experts")));
+  EXPECT_NO_THROW(precision::apply(*embed, policy_from(config_of("fp32", "bf16"))));
+  EXPECT_NO_THROW(precision::apply(*plain, policy_from(config_of("bf16", "bf16"))));
+}
+
 TEST(Policy, PartsStayThePartsThatTheyWere) {
   MixedImpl model;
   const Slice part = Slice::along("ours.weight", {8, 3}, 0, 4, 2);

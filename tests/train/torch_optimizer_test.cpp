@@ -1,6 +1,7 @@
 #include "tessera/checkpoint/torch_optimizer.h"
 
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 
@@ -367,6 +368,58 @@ TEST(TorchOptimizerCheckpoints, AForwardUnderWayIsNotSaved) {
   });
 }
 
+/// A loop that meets a batch that it does not like, and goes back to its last checkpoint, has made a forward that no backward follows.
+TEST(TorchOptimizerCheckpoints, LoadBehindAForwardThatNoBackwardFollows) {
+  for (const std::string what : {"model", "torch", "ours"}) {
+    const auto run = [&](Net& net, const std::filesystem::path& folder, const comm::Group& group, const auto& part) {
+      const auto torchs = kinds.at("adamw")(net.parameters());
+      optim::AdamW ours({{nn::unique_parameters(net), 0.01}});
+      const auto loss = [&](int64_t step) {
+        const Batch mine = part(whole_batch(kTrainSamples, step));
+        return loss_of(net.forward(mine.x), mine.y, kTrainSamples);
+      };
+      const auto update = [&](int64_t step) {
+        net.zero_grad();
+        const at::Tensor value = loss(step);
+        value.backward();
+        what == "ours" ? ours.step(0.01) : static_cast<void>(torchs->step());
+        const at::Tensor sum = value.detach().clone();
+        comm::all_reduce(group, sum);
+        return sum.item<double>();
+      };
+      for (int64_t step = 0; step < 2; ++step) update(step);
+      const auto saved = what == "ours" ? checkpoint::save(folder, 2, net, ours, group) : checkpoint::save(folder, 2, net, *torchs, group);
+      update(2);
+      net.zero_grad();
+      const at::Tensor given_up = loss(3);
+      if (what == "ours") {
+        checkpoint::load(saved, net, ours);
+      } else if (what == "torch") {
+        checkpoint::load(saved, net, *torchs);
+      } else {
+        checkpoint::load(saved, net);
+      }
+      std::vector<double> losses;
+      for (int64_t step = 2; step < 5; ++step) losses.push_back(update(step));
+      EXPECT_THROW(given_up.backward(), c10::Error) << "its weights were written";
+      return losses;
+    };
+    Net reference;
+    const checkpoint::TemporaryFolder alone;
+    const std::vector<double> expected = run(reference, alone.path(), comm::Group::self(), [](const Batch& batch) { return batch; });
+    for (const int ranks : {2, 3}) {
+      const checkpoint::TemporaryFolder folder;
+      run_ranks(ranks, [&](World& world) {
+        Net net;
+        const auto sharded = fully_shard(net, world.group());
+        const auto losses = run(net, folder.path(), world.group(), [&](const Batch& batch) { return part_of(batch, ranks, world.rank()); });
+        for (size_t i = 0; i < losses.size(); ++i) EXPECT_NEAR(losses[i], expected[i], 1e-5 * expected[i]) << what << " on " << ranks << " ranks, loss " << i;
+        for (const at::Tensor& parameter : net.parameters()) at::Tensor(parameter).requires_grad_(false);
+      });
+    }
+  }
+}
+
 struct WithHead : torch::nn::Module {
   explicit WithHead(int64_t classes) : head(4, classes) {
     register_module("body", body);
@@ -409,6 +462,27 @@ TEST(TorchOptimizerCheckpoints, RefuseOptionsThatWantStateThatWasNotSaved) {
   });
 }
 
+/// A second model under the same number would be all that is left.
+TEST(TorchOptimizerCheckpoints, RefuseAnotherModelInThePlaceOfOne) {
+  const checkpoint::TemporaryFolder folder;
+  run_ranks(2, [&](World& world) {
+    WithHead net(3), average(3), wider(4);
+    torch::nn::Linear critic(5, 1);
+    torch::optim::AdamW optimizer(net.parameters(), 0.1);
+    const auto save = [&] { return checkpoint::save(folder.path(), 1, net, optimizer, world.group(), {{"epoch", 7}}); };
+    const auto saved = save();
+    EXPECT_THAT([&] { checkpoint::save(folder.path(), 1, average, world.group()); },
+                ::testing::ThrowsMessage<Error>(AllOf(HasSubstr("with its optimizer's state, where this save has none"), HasSubstr("a folder of its own"))));
+    EXPECT_THAT([&] { checkpoint::save(folder.path(), 1, *critic, world.group()); }, ::testing::ThrowsMessage<Error>(HasSubstr("which has no 'model.weight'")));
+    EXPECT_THAT([&] { checkpoint::save(folder.path(), 1, wider, world.group()); },
+                ::testing::ThrowsMessage<Error>(HasSubstr("whose 'model.head.weight' is [3, 4]")));
+    EXPECT_EQ(checkpoint::load(saved, net, optimizer).progress.at("epoch"), 7) << "what was there is there";
+    net.update(optimizer, 0);
+    EXPECT_NO_THROW(save()) << "the model itself, with state that it had not before";
+    EXPECT_NO_THROW(checkpoint::save(folder.path(), 2, average, world.group())) << "at another step";
+  });
+}
+
 /// A place in the data that each rank has for itself would be lost but for rank 0's.
 TEST(TorchOptimizerCheckpoints, RefuseProgressThatDiffersByRank) {
   const checkpoint::TemporaryFolder folder;
@@ -418,6 +492,26 @@ TEST(TorchOptimizerCheckpoints, RefuseProgressThatDiffersByRank) {
                 ::testing::ThrowsMessage<ConfigError>(HasSubstr("tell each other before")));
     EXPECT_NO_THROW(checkpoint::save(folder.path(), 1, *run.net, *run.optimizer, world.group(), {{"cursor", 7}}));
   });
+}
+
+/// JSON would have null for it, which no rank has given, and which is no number when it is read.
+TEST(TorchOptimizerCheckpoints, RefuseProgressThatIsNoFiniteNumber) {
+  const checkpoint::TemporaryFolder folder;
+  constexpr double inf = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
+  for (const int ranks : {1, 2}) {
+    run_ranks(ranks, [&](World& world) {
+      TorchRun run("ddp", world, "adamw");
+      const auto save = [&](const nlohmann::json& progress) { checkpoint::save(folder.path(), 1, *run.net, *run.optimizer, world.group(), progress); };
+      const auto refused = [&](const nlohmann::json& progress, const std::string& what) {
+        EXPECT_THAT([&] { save(progress); }, ::testing::ThrowsMessage<ConfigError>(
+                                                 ::testing::AllOf(HasSubstr("checkpoint: progress." + what + " cannot be saved"), HasSubstr("as text"))));
+      };
+      refused({{"best", inf}}, "best = inf");
+      refused({{"epoch", 3}, {"losses", {0.5, nan}}}, "losses.1 = nan");
+      refused({{"best", world.rank() + 1 == ranks ? -inf : 2.0}}, "best = -inf");  // of one rank: all refuse it
+      EXPECT_NO_THROW(save({{"best", "inf"}, {"losses", {0.5, nullptr}}}));
+    });
+  }
 }
 
 TEST(TorchOptimizerCheckpoints, WhatPartialLeavesHasNoPastUpdates) {

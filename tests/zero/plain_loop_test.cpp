@@ -839,6 +839,34 @@ TEST(ZeroPlainLoop, BuffersThatAGraphHoldsDoNotChangeUnderIt) {
   });
 }
 
+TEST(ZeroPlainLoop, ABufferOfAnotherSizeOnOneRankIsRefusedOnAll) {
+  for (const int replicas : {1, 2}) {
+    for (const bool find_unused : {false, true}) {
+      run_ranks(4, [&](World& world) {
+        Net net;
+        net.register_buffer("mask", at::ones({2}));
+        ShardedDataParallel zero(net, groups_of(world, replicas), {.stage = 2, .find_unused_parameters = find_unused});
+        const auto step = [&] { backward(net, part_of(whole_batch(samples), 4, world.rank())); };
+        EXPECT_NO_THROW(step());
+        if (world.rank() == 3) net.named_buffers()["mask"].set_data(at::ones({5}));
+        const std::string said = refusal(step);
+        EXPECT_THAT(said, HasSubstr("data parallelism: buffers of the module "));
+        if (world.rank() == 3) EXPECT_THAT(said, HasSubstr("'mask', here [5], Float"));
+      });
+    }
+  }
+}
+
+/// A loop that goes on after the refusal has mended nothing.
+TEST(ZeroPlainLoop, WeightsThatOneRankLoadsBehindTheWrappingAreRefusedInEachStep) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    ShardedDataParallel zero(net, groups_of(world, 1), {.stage = 1});
+    if (world.rank() == 0) fill_parameters(net, 2);
+    for (int i = 0; i < 2; ++i) EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("the replicas differ: parameter '"));
+  });
+}
+
 TEST(ZeroPlainLoop, RanksThatTrainOtherParametersAreRefused) {
   for (const int replicas : {1, 2}) {
     run_ranks(4, [&](World& world) {

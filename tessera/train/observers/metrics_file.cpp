@@ -4,7 +4,6 @@
 #include <cstring>
 #include <fstream>
 #include <string>
-#include <thread>
 
 #include <nlohmann/json.hpp>
 
@@ -12,6 +11,7 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
+#include "tessera/core/poll.h"
 #include "tessera/core/system_reason.h"
 
 namespace tessera {
@@ -88,12 +88,9 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, Record
 }  // namespace
 
 void MetricsFile::check_free(const std::filesystem::path& log_dir, std::chrono::milliseconds patience) {
-  const auto deadline = std::chrono::steady_clock::now() + patience;
-  while (RecordFile::is_being_written(log_dir / "metrics.jsonl")) {
-    require(std::chrono::steady_clock::now() < deadline, "log.dir = ", log_dir.string(),
-            ": another run that still trains writes its records there, and would lose them to this one; wait for its end, end it, or name another log.dir");
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  }
+  const auto free = [&] { return !RecordFile::is_being_written(log_dir / "metrics.jsonl"); };
+  const auto held = [&] { return detail::concat("log.dir = ", log_dir.string(), ": another run that still trains writes its records there"); };
+  require(poll_until(patience, free, held), held(), ", and would lose them to this one; wait for its end, end it, or name another log.dir");
 }
 
 void MetricsFile::on_start(const RunInfo& run) {

@@ -22,7 +22,7 @@ class MetricsFile : public Observer {
  public:
   explicit MetricsFile(bool strict = false) : metrics_(strict), validation_(strict), timeline_(strict) {}
 
-  /// Throws ConfigError where a live run writes its records into `log_dir`, and `patience` later still does: one that is being killed takes a moment to go.
+  /// Throws ConfigError where a live run writes its records into `log_dir`, and `patience` later still does (lock_patience).
   static void check_free(const std::filesystem::path& log_dir, std::chrono::milliseconds patience = {});
 
   void on_start(const RunInfo& run) override;

@@ -30,7 +30,9 @@ bool RecordFile::open(std::filesystem::path path) {
 }
 
 bool RecordFile::is_being_written(const std::filesystem::path& path) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  // NFS asks for a descriptor that may write, and answers EBADF to others, which says nothing of the lock.
+  int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor < 0) descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // another user's, say
   if (descriptor < 0) return false;
   const bool held = ::flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
   ::close(descriptor);
