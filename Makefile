@@ -40,14 +40,23 @@ parity: build
 # Hundreds of kills, at any moment and during saves, every combination of stage, layout, number format and recomputation against one device, and thousands of
 # random programs: training loops under every wrapper, models in stages, recipes in layouts, plans of tensor parallelism (docs/testing.md). The tests do four
 # kills of each, let every stage meet every one of the others, and run a hundred programs or two.
-# What fails is said where it does, and again by the exit code: the rest is run all the same.
-SOAKED := "verify *VerifyMatrix.DISABLED_Everything*:RandomLayouts.DISABLED_Many" "train *RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many" \
-  "train RandomResume.DISABLED_Many" "pipeline RandomSplits.DISABLED_Many" "tensor_parallel RandomPlans.DISABLED_Many" "plan RandomLayoutPlans.DISABLED_Many"
+# Two parts at a time, the longest first; `make soak_layouts` is one alone. What fails is said where it does, and again by the exit code: the rest is run all
+# the same.
+SOAK_layouts := verify RandomLayouts.DISABLED_Many
+SOAK_resumes := train RandomResume.DISABLED_Many
+SOAK_plans := plan RandomLayoutPlans.DISABLED_Many
+SOAK_matrix := verify *VerifyMatrix.DISABLED_Everything*
+SOAK_programs := train *RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many
+SOAK_splits := pipeline RandomSplits.DISABLED_Many
+SOAK_cuts := tensor_parallel RandomPlans.DISABLED_Many
 soak: build
-	@failed=0; tools/soak || failed=1; tools/soak --kills-in-save 200 || failed=1; \
-	for programs in $(SOAKED); do \
-	  OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_$${programs%% *}_test --gtest_also_run_disabled_tests --gtest_filter="$${programs#* }" || failed=1; \
-	done; exit $$failed
+	@$(MAKE) --no-print-directory -k -j2 soak_layouts soak_kills soak_kills_in_save soak_resumes soak_matrix soak_plans soak_programs soak_splits soak_cuts
+soak_kills: build
+	@tools/soak
+soak_kills_in_save: build
+	@tools/soak --kills-in-save 200
+soak_%: build
+	@OMP_NUM_THREADS=1 $(BUILD)/bin/tessera_$(firstword $(SOAK_$*))_test --gtest_also_run_disabled_tests --gtest_filter="$(lastword $(SOAK_$*))"
 
 # Every parser under the sanitizers, FUZZ_SECONDS each, as many at once as there are cores. The tests do a moment of each.
 FUZZ_SECONDS ?= 600

@@ -126,7 +126,7 @@ nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std:
 /// What `train` looks at besides the rules of a configuration: patterns that name no module.
 void add_remarks(const Config& config, plan::DryRun& run) {
   try {
-    check_modules(config, size_along(mesh_shape(config.mesh, config.zero.stage, run.world), mesh_roles(config).layers));
+    check_modules(config, mesh_shape(config.mesh, config.zero.stage, run.world));
   } catch (const ConfigError& error) {
     run.remarks.emplace_back(error.what());
   }

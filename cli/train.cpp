@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdio>
@@ -173,6 +172,7 @@ bool comes_first(int attempt) { return !std::getenv(kSettingsSaid) && comm::read
 void say_without_effect(const Config& config, int size, int attempt) {
   if (!comes_first(attempt)) return;
   for (const auto& setting : settings_without_effect(config, size)) log().warn("{}", setting);
+  for (const auto& group : groups_without_effect(config)) log().warn("{}", group);
 }
 
 // Where flight records go: a launcher's choice comes before ours, so this is empty where there is one.
@@ -348,8 +348,9 @@ void check_host_memory(const Config& config, int size, int attempt, bool on_cpu)
 
 // A checkpoint.dir that is there already is this run's before anything in it is read: what a live run is about to change says nothing, and of all that may be
 // in the way it comes first. One that is not there is nobody's, and is made once the rest is found good.
-Inputs hold_checkpoint_dir(const Config& config) {
+Inputs hold_checkpoint_dir(const Config& config, bool restarted) {
   Inputs held;
+  held.restarted = restarted;
   std::error_code ignored;
   if (std::filesystem::is_directory(config.checkpoint.dir, ignored)) lock_checkpoint_dir(config, held);
   return held;
@@ -378,7 +379,7 @@ int train(const TrainFlags& flags) {
   if (config.run.graph) require_graphs(device);
   precision::settle_compute(here, device, precision::Saying::Silent);
   check_pipeline(config, mesh_shape(config.mesh, config.zero.stage, size));
-  check_modules(here, size_along(mesh_shape(config.mesh, config.zero.stage, size), mesh_roles(config).layers));
+  check_modules(here, mesh_shape(config.mesh, config.zero.stage, size));
   check_faults(flags.inject, size, attempt);
   comm::check_choice(comm::world_options(config.comm));
   if (!config.comm.interface.empty()) comm::check_interface(config.comm.interface);
@@ -388,7 +389,7 @@ int train(const TrainFlags& flags) {
           " a step has many updates, each with gradients of its own; leave it out, or set pipeline.schedule = 1f1b");
   check_memory_report(flags, config);
   check_log_dir(flags, config);
-  if (comm::read_environment().rank == 0) MetricsFile::check_free(config.log.dir, std::chrono::seconds(2));
+  if (comm::read_environment().rank == 0) MetricsFile::check_free(config.log.dir, lock_patience(config, attempt > 0));
   check_reached("checkpoint.dir", config.checkpoint.dir);
   say_without_effect(config, size, attempt);
   const bool first = comm::read_environment().rank == 0;
@@ -397,11 +398,12 @@ int train(const TrainFlags& flags) {
     const auto environment = comm::read_environment();
     log().info("{}", plan::preflight(here, size, environment.launched ? environment.local_size : size, device.is_cpu() ? host_memory_bytes() : 0));
   }
-  Inputs held = first ? hold_checkpoint_dir(config) : Inputs();
+  Inputs held = first ? hold_checkpoint_dir(config, attempt > 0) : Inputs();
   const char* hashed = std::getenv(kHashed);
   const bool one_of_several = size > 1 && !starts_copies(flags.nproc);
   Inputs inputs =
       open_inputs(config, {.restarted = attempt > 0, .job = comm::read_environment().job, .hashed = hashed ? hashed : "", .one_of_several = one_of_several});
+  if (comes_first(attempt)) say_once(inputs.text_remarks);
   if (first) check_checkpoint_dir(config, inputs);  // the others are told
   check_dump_is_ahead(dump, inputs, attempt);
   try_checkpoint_dir(config);

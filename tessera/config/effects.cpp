@@ -44,18 +44,19 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {config.offload.optimizer.is("device"), "with offload.optimizer = device", {"offload.update"}},
       {zero.stage < 3, with("zero.stage", zero.stage), {"zero.wrap", "zero.prefetch", "zero.prefetch_bytes", "zero.reshard_after_forward"}},
       {zero.stage < 2, with("zero.stage", zero.stage), {"zero.accumulate"}},
+      {zero.stage == 3, with("zero.stage", zero.stage), {"zero.bucket_bytes"}},
       {!staged,
        "with mesh.pp = 1 and pipeline.virtual_stages = 1",
        {"pipeline.schedule", "pipeline.split", "pipeline.vertical_sync", "pipeline.per_update", "pipeline.memory_limit", "pipeline.costs",
         "pipeline.costs_from", "pipeline.kept", "pipeline.post_validate"}},
-      {pipelined && is_asynchronous(pipeline.schedule), with("pipeline.schedule", pipeline.schedule), {"pipeline.post_validate"}},
-      {pipelined && pipeline.schedule != "pipedream", with("pipeline.schedule", pipeline.schedule), {"pipeline.vertical_sync"}},
-      {pipelined && pipeline.schedule != "pipedream_2bw", with("pipeline.schedule", pipeline.schedule), {"pipeline.per_update"}},
-      {pipelined && pipeline.schedule != "zb_auto", with("pipeline.schedule", pipeline.schedule), {"pipeline.memory_limit"}},
-      {pipelined && !is_made_for_costs(pipeline.schedule),
+      {staged && is_asynchronous(pipeline.schedule), with("pipeline.schedule", pipeline.schedule), {"pipeline.post_validate"}},
+      {staged && pipeline.schedule != "pipedream", with("pipeline.schedule", pipeline.schedule), {"pipeline.vertical_sync"}},
+      {staged && pipeline.schedule != "pipedream_2bw", with("pipeline.schedule", pipeline.schedule), {"pipeline.per_update"}},
+      {staged && pipeline.schedule != "zb_auto", with("pipeline.schedule", pipeline.schedule), {"pipeline.memory_limit"}},
+      {staged && !is_made_for_costs(pipeline.schedule),
        with("pipeline.schedule", pipeline.schedule),
        {"pipeline.costs", "pipeline.costs_from", "pipeline.kept"}},
-      {pipelined && !pipeline.costs_from.empty(), "with pipeline.costs_from", {"pipeline.costs"}},
+      {staged && !pipeline.costs_from.empty(), "with pipeline.costs_from", {"pipeline.costs"}},
       {config.mesh.cp == 1, "with mesh.cp = 1", {"context.method", "context.ulysses", "context.balance"}},
       {config.mesh.cp != 1 && config.context.method != "ulysses_ring", with("context.method", config.context.method), {"context.ulysses"}},
       {world_size == 1, "on one rank, which has no peers", {"comm.backend", "comm.algorithm", "comm.table", "comm.interface"}},
@@ -69,6 +70,10 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {config.quantize.modules.empty(), "without quantize.modules", {"quantize.format", "quantize.block", "quantize.double_scales"}},
       {config.precision.compute != "fp8", with("precision.compute", config.precision.compute), {"precision.fp8_scales"}},
       {config.precision.loss_scale != "dynamic", with("precision.loss_scale", config.precision.loss_scale), {"precision.growth_steps"}},
+      {config.precision.loss_scale == "none", with("precision.loss_scale", config.precision.loss_scale), {"precision.max_skips"}},
+      {!config.data.shuffle, "without data.shuffle", {"data.seed"}},
+      {config.model.family == "mlp", with("model.family", config.model.family), {"optim.split_heads"}},
+      {config.model.family == "mlp" || config.model.family == "gpt2", with("model.family", config.model.family), {"model.rope_theta"}},
   };
 }
 
@@ -80,9 +85,10 @@ std::vector<std::string> settings_without_effect_on_reading(const Config& config
   if (config.mesh.pp != 1 || config.pipeline.virtual_stages > 1) sections.emplace_back("pipeline.");
   if (config.mesh.cp != 1) sections.emplace_back("context.");
   static const std::vector<std::string> keys{
-      "offload.params",       "offload.dir",       "data.tokenizer",     "data.cache_dir", "data.documents",    "run.device",       "comm.backend",
-      "comm.algorithm",       "comm.table",        "comm.interface",     "comm.timeout_s", "comm.check",        "precision.params", "precision.compute",
-      "precision.fp8_scales", "checkpoint.verify", "checkpoint.partial", "run.threads",    "run.deterministic", "run.kernels",      "run.memory_limit_bytes"};
+      "offload.params",   "offload.fraction",      "offload.dir",          "data.tokenizer",    "data.bos",           "data.cache_dir", "data.documents",
+      "run.device",       "comm.backend",          "comm.algorithm",       "comm.table",        "comm.interface",     "comm.timeout_s", "comm.check",
+      "precision.params", "precision.compute",     "precision.fp8_scales", "checkpoint.verify", "checkpoint.partial", "run.threads",    "run.deterministic",
+      "run.kernels",      "run.memory_limit_bytes"};
   std::vector<std::string> idle;
   for (const auto& set : sets) {
     std::string key = set.substr(0, set.find('='));
@@ -95,7 +101,8 @@ std::vector<std::string> settings_without_effect_on_reading(const Config& config
 }
 
 std::vector<std::string> settings_without_effect(const Config& config, int world_size) {
-  const Config defaults;
+  Config defaults;
+  defaults.optim.momentum = momentum_of(defaults.optim);  // as a saved configuration, which gives every key, has it
   std::vector<std::string> idle;
   for (const auto& dependence : dependences(config, world_size)) {
     if (!dependence.idle) continue;

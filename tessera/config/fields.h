@@ -20,7 +20,8 @@
   X(int64_t, layers, 0, any(), "Number of blocks.")                                                                                                       \
   X(int64_t, heads, 0, any(), "Number of query heads; `dim` must be a multiple.")                                                                         \
   X(std::optional<int64_t>, kv_heads, std::nullopt, unset("model.heads"), "Number of key and value heads; must divide `heads`.")                          \
-  X(std::optional<int64_t>, ffn_dim, std::nullopt, unset("llama: 8/3 dim, rounded up to 64; gpt2, mlp: 4 dim"), "Width inside the feed-forward layers.")  \
+  X(std::optional<int64_t>, ffn_dim, std::nullopt, unset("llama, mixtral: 8/3 dim, rounded up to 64; gpt2, mlp: 4 dim"),                                  \
+    "Width inside the feed-forward layers.")                                                                                                              \
   X(int64_t, vocab_size, 0, any(), "Rows of the embedding; at least the tokenizer's number of ids (`byte`: 256 where not given).")                        \
   X(std::optional<int64_t>, max_seq_len, std::nullopt, unset("data.seq_len; with from_hf the file's"), "Longest sequence the model can take, in tokens.") \
   X(int64_t, sliding_window, 0, any(), "Positions that attention sees: a token's own and those before it; 0: all of them.")                               \
@@ -37,15 +38,18 @@
   X(bool, shared_gate, false, any(), "The shared expert's output is scaled by a sigmoid of its own.")                                                     \
   X(std::string, from_hf, "", path(), "Folder with a Hugging Face model: sets family, shape and starting weights; other model keys must agree.")
 
-#define TESSERA_DATA_FIELDS(X)                                                                                                                      \
-  X(std::vector<std::string>, files, {}, path(), "Training text, in this order; plain, `.gz` or `.dz`.")                                            \
-  X(std::vector<std::string>, validation_files, {}, path(), "Held-out text.")                                                                       \
-  X(std::string, tokenizer, "byte", path_or("byte"), "`byte`, or a SentencePiece `.model` file.")                                                   \
-  X(int64_t, seq_len, 0, any(), "Tokens of one sequence.")                                                                                          \
-  X(std::string, documents, "none", one_of("none, files, paragraphs, lines"),                                                                       \
-    "What is a document: none (one stream of text), a file, a paragraph or a line; windows pack whole documents, and attention stays within each.") \
-  X(bool, shuffle, true, any(), "Visit the windows in an order drawn from `seed`; false: in the order of the text.")                                \
-  X(std::optional<int64_t>, seed, std::nullopt, unset("run.seed"), "Seed of the order of windows.")                                                 \
+#define TESSERA_DATA_FIELDS(X)                                                                                                                              \
+  X(std::vector<std::string>, files, {}, path(), "Training text, in this order; plain, `.gz` or `.dz`.")                                                    \
+  X(std::vector<std::string>, validation_files, {}, path(), "Held-out text.")                                                                               \
+  X(std::string, tokenizer, "byte", path_or("byte"),                                                                                                        \
+    "`byte`, or a SentencePiece `.model` file; with `from_hf` its `tokenizer.model`, where not given and there is one.")                                    \
+  X(int64_t, seq_len, 0, any(), "Tokens of one sequence.")                                                                                                  \
+  X(std::string, documents, "none", one_of("none, files, paragraphs, lines"),                                                                               \
+    "What is a document: none (one stream of text), a file, a paragraph or a line; windows pack whole documents, and attention stays within each.")         \
+  X(std::optional<bool>, bos, std::nullopt, unset("as a checkpoint that is gone on from; else with from_hf as its tokenizer_config.json says; else false"), \
+    "Each document (each file, where `documents` is none) and a prompt begin with the tokenizer's beginning-of-text id.")                                   \
+  X(bool, shuffle, true, any(), "Visit the windows in an order drawn from `seed`; false: in the order of the text.")                                        \
+  X(std::optional<int64_t>, seed, std::nullopt, unset("run.seed"), "Seed of the order of windows.")                                                         \
   X(std::string, cache_dir, "", path(), "Where packed corpora are kept; empty: `tessera` in `$XDG_CACHE_HOME` or `~/.cache`.")
 
 #define TESSERA_BATCH_FIELDS(X)                                                                                                             \
@@ -69,7 +73,8 @@
   X(double, lr, 0.0, any(), "Learning rate at the top of the schedule.")                                                                                      \
   X(Betas, betas, (Betas{0.9, 0.999}), any(), "Decay of the running averages of the gradient and of its square; Muon: of what AdamW updates beside it.")      \
   X(double, eps, 1e-8, any(), "Added to the denominator of AdamW; the root of the least squared gradient of Adafactor.")                                      \
-  X(double, momentum, 0.0, any(), "Momentum of SGD; of Muon (0.95 where not given); of an average of Adafactor's updates, which needs 4 bytes an element.")   \
+  X(std::optional<double>, momentum, std::nullopt, unset("0; of Muon 0.95"),                                                                                  \
+    "Momentum of SGD; of Muon; of an average of Adafactor's updates, which needs 4 bytes an element.")                                                        \
   X(double, weight_decay, 0.01, any(), "Weight decay (SGD: added to the gradient; all others: decoupled).")                                                   \
   X(std::string, decay_on, "all", one_of("all, matrices"), "Which parameters decay: all, or those of two and more dimensions.")                               \
   X(std::string, state_dtype, "fp32", one_of("fp32, bf16"), "Type in which the optimizer keeps its averages; bf16 is rounded stochastically.")                \
@@ -95,16 +100,16 @@
   X(int, expert_tp, 1, any(), "Ranks that share each expert, by rows of its width: the experts' own tensor parallelism.") \
   X(std::vector<std::string>, order, (std::vector<std::string>{"dp_replicate", "dp_shard", "pp", "cp", "tp"}), any(), "The axes, slowest links first.")
 
-#define TESSERA_COMM_FIELDS(X)                                                                                                        \
-  X(std::string, backend, "auto", one_of("auto, gloo, shm, mpi, nccl"), "What carries the collectives.")                              \
-  X(std::string, algorithm, "auto", any(), "Collective algorithm; `auto`: the measured best of `table`, else the backend's own.")     \
-  X(std::string, table, "", path(), "Measured times of the algorithms, as `tessera bench comm` writes them; empty: none.")            \
-  X(std::string, interface, "", own(), "Network interface or host name to bind to; empty: the one that the host's name resolves to.") \
-  X(double, timeout_s, 300.0, any(), "Seconds that a collective waits for its peers before it fails.")                                \
-  X(bool, check, false, any(), "Compare operation, shape and dtype across ranks before every collective.")                            \
-  X(std::string, compression, "none", one_of("none, bf16, fp16, powersgd"),                                                           \
-    "How gradients cross the network in data parallelism; under `zero.stage` > 0 none, bf16 or fp16.")                                \
-  X(int64_t, powersgd_rank, 4, any(), "Rank of PowerSGD's approximation of a gradient matrix.")                                       \
+#define TESSERA_COMM_FIELDS(X)                                                                                                    \
+  X(std::string, backend, "auto", one_of("auto, gloo, shm, mpi, nccl"), "What carries the collectives.")                          \
+  X(std::string, algorithm, "auto", any(), "Collective algorithm; `auto`: the measured best of `table`, else the backend's own.") \
+  X(std::string, table, "", path(), "Measured times of the algorithms, as `tessera bench comm` writes them; empty: none.")        \
+  X(std::string, interface, "", own(), "Network interface or host name to bind to; empty: that which reaches the master.")        \
+  X(double, timeout_s, 300.0, any(), "Seconds that a collective waits for its peers before it fails.")                            \
+  X(bool, check, false, any(), "Compare operation, shape and dtype across ranks before every collective.")                        \
+  X(std::string, compression, "none", one_of("none, bf16, fp16, powersgd"),                                                       \
+    "How gradients cross the network in data parallelism; under `zero.stage` > 0 none, bf16 or fp16.")                            \
+  X(int64_t, powersgd_rank, 4, any(), "Rank of PowerSGD's approximation of a gradient matrix.")                                   \
   X(int64_t, powersgd_start, 10, any(), "Steps before PowerSGD begins; gradients cross whole until then.")
 
 #define TESSERA_ZERO_FIELDS(X)                                                                                  \
@@ -204,7 +209,7 @@
   X(std::string, fp8_scales, "tensor", one_of("tensor, row"), "What shares a scale in fp8 products.")                                                    \
   X(std::string, loss_scale, "none", number_or("none, dynamic"), "Factor on the loss, against underflow of small gradients; `dynamic` begins at 65536.") \
   X(int64_t, growth_steps, 2000, any(), "Finite steps in a row after which a dynamic loss scale doubles.")                                               \
-  X(int64_t, max_skips, 20, any(), "Steps in a row that may be skipped for gradients that are not finite.")
+  X(int64_t, max_skips, 20, any(), "So many steps in a row whose gradients are not finite end the run.")
 
 #define TESSERA_CHECKPOINT_FIELDS(X)                                                                                                 \
   X(std::string, dir, "", path(), "Folder of the checkpoints; empty: none are written.")                                             \
@@ -228,7 +233,7 @@
   X(int64_t, steps, 0, any(), "Number of the last optimizer step.")                                                                                            \
   X(int64_t, seed, 0, any(), "Seed of initial weights and dropout.")                                                                                           \
   X(bool, deterministic, false, any(), "Sum gradients in one fixed order, so that the bits do not depend on the number of data ranks.")                        \
-  X(std::optional<int>, threads, std::nullopt, unset("`OMP_NUM_THREADS`; else cores / local ranks"), "Threads per rank.")                                      \
+  X(std::optional<int>, threads, std::nullopt, unset("1 with `run.deterministic`; else `OMP_NUM_THREADS`; else cores / local ranks"), "Threads per rank.")     \
   X(ByPattern, kernels, "auto", one_of("auto, reference"), "Fused kernels, or their plain references: of all, or of each that a table names (`*`: the rest).") \
   X(std::string, device, "auto", own(),                                                                                                                        \
     "Where tensors live: `cpu`, `cuda` (each rank of a host the device of its number), `cuda:N`, or `auto`: CUDA where there is a device.")                    \

@@ -110,6 +110,8 @@ const std::set<std::string>& optimizers_that_use(const std::string& key) {
 
 double default_momentum(const std::string& name) { return name == "muon" ? 0.95 : 0; }
 
+double momentum_of(const OptimConfig& optim) { return optim.momentum.value_or(default_momentum(optim.name)); }
+
 void detail::validate_optim(const OptimConfig& optim, int64_t steps) {
   require(optim.lr > 0, "optim.lr = ", optim.lr, ": expected a positive learning rate; set optim.lr, such as 3e-4");
   for (const double beta : optim.betas) {
@@ -117,7 +119,8 @@ void detail::validate_optim(const OptimConfig& optim, int64_t steps) {
             "]: expected two numbers from 0 to below 1");
   }
   require(optim.eps > 0, "optim.eps = ", optim.eps, ": expected a positive number, such as 1e-8");
-  require(optim.momentum >= 0 && optim.momentum < 1, "optim.momentum = ", optim.momentum, ": expected a number from 0 to below 1");
+  const double momentum = momentum_of(optim);
+  require(momentum >= 0 && momentum < 1, "optim.momentum = ", momentum, ": expected a number from 0 to below 1");
   require(optim.weight_decay >= 0, "optim.weight_decay = ", optim.weight_decay, ": expected 0 or more");
   require(optim.weight_decay * optim.lr <= 1, "optim.weight_decay = ", format_float(optim.weight_decay), ": times optim.lr = ", format_float(optim.lr),
           " a step would take more of a weight away than there is; set a weight_decay of at most ", format_float(1 / optim.lr));

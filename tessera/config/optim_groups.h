@@ -31,4 +31,7 @@ const std::set<std::string>& optimizers_that_use(const std::string& key);
 /// The momentum of an optimizer where nobody gives one: Muon's is 0.95, the others' 0.
 double default_momentum(const std::string& name);
 
+/// That of a section, or a group: what it says, or its optimizer's own.
+double momentum_of(const OptimConfig& optim);
+
 }  // namespace tessera

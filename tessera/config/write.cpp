@@ -149,7 +149,8 @@ std::string configuration_markdown() {
          "An integer is accepted for a number with a fraction, and one string for a list of strings. Any other type is refused, as is an unknown section or "
          "key, with the nearest\n"
          "known one. Relative paths in the file are relative to the file, those in `--set` to the working directory. An integer with default 0 and no\n"
-         "meaning given for 0 has to be set. All ranks of a run need the same settings, but for paths and those marked \"per rank\" (docs/launch.md). The\n"
+         "meaning given for 0 has to be set, but for seeds. All ranks of a run need the same settings, but for paths and those marked \"per rank\" "
+         "(docs/launch.md). The\n"
          "complete configuration of a run, with these defaults filled in, is saved as `config.toml` in `log.dir`.\n";
   const Config defaults;
   Config::for_each_section(defaults, [&](const char* section, const auto& fields, std::string_view section_doc) {

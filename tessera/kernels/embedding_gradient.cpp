@@ -12,7 +12,8 @@ void add_embedding_gradient_(const at::Tensor& sum, const at::Tensor& rows, cons
           rows.sizes(), " one for each of ids ", ids.sizes());
   if (rows.numel() == 0) return;
   const at::Tensor given = rows.reshape({-1, sum.size(1)}), named = ids.reshape({-1});
-  const bool fused = sum.scalar_type() == at::kFloat && sum.is_contiguous() && is_supported(rows.scalar_type());
+  const bool taken = sum.scalar_type() == at::kFloat || (sum.scalar_type() == at::kBFloat16 && (sum.is_cpu() || sum.is_meta()));
+  const bool fused = taken && sum.is_contiguous() && is_supported(rows.scalar_type());
   if (takes_reference(Kernel::embedding_gradient) || !fused) return reference::add_embedding_gradient_(sum, given, named, padding_row);
   routines_for(sum).pointwise.embedding_gradient(sum, given.contiguous(), named.contiguous(), padding_row);
 }

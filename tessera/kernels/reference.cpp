@@ -39,7 +39,11 @@ at::Tensor bias_activation(const at::Tensor& x, const at::Tensor& bias, Activati
 
 void add_embedding_gradient_(const at::Tensor& sum, const at::Tensor& rows, const at::Tensor& ids, int64_t padding_row) {
   const at::Tensor counted = padding_row < 0 ? rows : rows.masked_fill(ids.eq(padding_row).unsqueeze(1), 0);
-  at::Tensor(sum).index_add_(0, ids, counted.to(sum.scalar_type()));
+  if (sum.scalar_type() != at::kBFloat16 && sum.scalar_type() != at::kHalf) {
+    at::Tensor(sum).index_add_(0, ids, counted.to(sum.scalar_type()));
+  } else {
+    sum.copy_(wide(sum).index_add_(0, ids, wide(counted)));
+  }
 }
 
 at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {

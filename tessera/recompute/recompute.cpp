@@ -1,6 +1,7 @@
 #include "tessera/recompute/recompute.h"
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <set>
 #include <utility>
@@ -73,8 +74,16 @@ std::vector<Found> within_budget(torch::nn::Module& root, const RecomputeOptions
           ": picks among whole modules itself; use it with mode full and every = 1");
   const auto costs = measure_recompute(options.measured ? *options.measured : root, options.modules, options.example);
   invariant(costs.size() == modules.size(), "recompute: ", costs.size(), " modules measured, ", modules.size(), " to recompute");
+  std::map<int, std::vector<size_t>> held;
+  for (size_t i = 0; i < modules.size(); ++i) held[options.holder ? options.holder(modules[i].first) : 0].push_back(i);
+  std::set<size_t> recomputed;
+  for (const auto& [holder, indices] : held) {
+    std::vector<RecomputeCost> own;
+    for (const size_t i : indices) own.push_back(costs[i]);
+    for (const size_t k : choose_recompute(own, options.budget_bytes).recomputed) recomputed.insert(indices[k]);
+  }
   std::vector<Found> chosen;
-  for (const size_t i : choose_recompute(costs, options.budget_bytes).recomputed) chosen.push_back(modules[i]);
+  for (const size_t i : recomputed) chosen.push_back(modules[i]);
   return chosen;
 }
 

@@ -27,6 +27,7 @@ struct RecomputeOptions {
   int64_t budget_bytes = 0;               ///< only as many of them, the cheapest set, as bring what they keep for backward down to this; 0: all
   std::function<void()> example = {};     ///< for a budget: one forward pass of `root`, or of its like on meta, from which bytes and FLOPs are measured
   torch::nn::Module* measured = nullptr;  ///< whose forward `example` runs, where that is not `root` itself
+  std::function<int(const std::string& path)> holder = {};  ///< for a budget, where ranks hold modules each: whose, and the budget is each one's; empty: one
 };
 
 /// From now on the modules' activations are dropped after forward and computed again in backward, just before they are needed (activation checkpointing,

@@ -98,7 +98,7 @@ optim::WholeModel whole_model(const Config& config, const Composition& run, at::
   std::set<std::string> named;
   for (const auto& parameter : run.parameters) {
     if (nn::follows(parameter.tensor) || (only && !only(parameter)) || !named.insert(parameter.name).second) continue;
-    whole.parameters.push_back(Slice::whole(parameter.name, nn::slice_of(parameter.tensor).shape));
+    optim::add_parameter(whole, parameter);
   }
   for (torch::nn::Module* root : roots_of(run)) optim::note_uses(whole, *root);
   for (const Slice& parameter : whole.parameters) {
@@ -202,9 +202,11 @@ std::unique_ptr<optim::Optimizer> make_one(const Config& config, at::Device devi
 
 /// Where state waits, and where it is updated, as [offload] says; of what lies on the host as a whole, state does, too.
 std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config, const precision::Policy& policy, at::Device device, const Composition& run) {
+  OptimConfig settings = config.optim;
+  settings.split_heads = false;  // whole_model() says so weight by weight
   const auto build = [&](const nn::ParameterFilter& only) {
-    return [&, only](const std::vector<nn::NamedParameter>& updated) {
-      return precision::make_optimizer(config.optim, policy, static_cast<uint64_t>(config.run.seed), updated, whole_model(config, run, device, only));
+    return [&, only, settings](const std::vector<nn::NamedParameter>& updated) {
+      return precision::make_optimizer(settings, policy, static_cast<uint64_t>(config.run.seed), updated, whole_model(config, run, device, only));
     };
   };
   const OffloadConfig offload = settled_places(config);
@@ -361,14 +363,15 @@ void check_tiled_units(const Config& config, const UnitPlan& plan) {
 
 }  // namespace
 
-void check_modules(const Config& config, int tensor_ranks) {
+void check_modules(const Config& config, const MeshShape& axes) {
+  const int tensor_ranks = size_along(axes, mesh_roles(config).layers), stage_ranks = size_along(axes, mesh_roles(config).stages);
   if (tensor_ranks > 1) check_tensor_parallel(config, tensor_ranks, config.data.seq_len);
   const auto model = on_meta([&] { return make_model(config.model); });
   (void)quantized_weights(config);  // or a refusal
   const Attachment adapted = add_adapters(config, *model);
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::apply(*model, policy);
-  const Attachment recomputed = recompute_blocks(config, *model);
+  const Attachment recomputed = recompute_blocks(config, *model, pipeline_layout(config, stage_ranks));
   const Attachment moved = move_activations(config, *model, at::kMeta);
   optim::check_groups(config.optim, nn::unique_parameters(*model));
   check_places(config, nn::unique_parameters(*model));
@@ -380,6 +383,13 @@ void check_modules(const Config& config, int tensor_ranks) {
   if (config.recompute.ffn_tile > 0 && config.mesh.cp != 1) check_tiled_units(config, plan_units(*model, options));
   place_slices(config, at::kMeta, {}, options);
   fully_shard(*model, comm::Group::self(), options);
+}
+
+std::vector<std::string> groups_without_effect(const Config& config) {
+  if (config.optim.groups.empty() || config.lora.modules.empty()) return {};
+  const auto model = on_meta([&] { return make_model(config.model); });
+  const Attachment adapted = add_adapters(config, *model);
+  return optim::groups_without_effect(config.optim, nn::unique_parameters(*model));
 }
 
 namespace {
@@ -415,7 +425,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
                .sequence = [tensor = run.tensor.get()] { return tensor->sequence(); },
                .set_sequence = [tensor = run.tensor.get()](int64_t positions) { tensor->set_sequence(positions); }};
     }
-    run.recomputed.add(recompute_blocks(config, *run.model, run.columns.most(config.data.seq_len), parts));
+    run.recomputed.add(recompute_blocks(config, *run.model, layout, run.columns.most(config.data.seq_len), parts));
     run.moved = move_activations(config, *run.model, device, run.disk);
   });
   quantize_frozen(config, *run.model, device, resume ? SavedWeights{&resume->folder, &resume->manifest} : SavedWeights());

@@ -83,9 +83,12 @@ std::vector<std::string> stored_for_others(const Config& config, const checkpoin
 void check_tensor_parallel(const Config& config, int ranks, int64_t seq_len);
 
 /// Refuses what only the model's modules can tell, before any process group exists: a pattern of recompute.modules or zero.wrap that matches nothing, a unit of
-/// stage 3 that alone takes more than run.memory_limit_bytes, a model that cannot be cut over `tensor_ranks`. Builds the model on meta: a millisecond a layer.
-/// Throws ConfigError.
-void check_modules(const Config& config, int tensor_ranks = 1);
+/// stage 3 that alone takes more than run.memory_limit_bytes, a model that cannot be cut over the ranks of mesh.tp. Builds the model on meta: a millisecond a
+/// layer. Throws ConfigError.
+void check_modules(const Config& config, const MeshShape& axes);
+
+/// The groups of optim.groups that are of frozen parameters alone (lora.modules), each with the reason: to be said aloud. Expects what check_modules takes.
+std::vector<std::string> groups_without_effect(const Config& config);
 
 /// Builds the model on meta, gives it memory and values on `device` (initial, of from_hf, or of `resume`), and attaches what the configuration asks for, in the
 /// one order that works: precision, tensor parallelism, context parallelism, recompute, offload of activations, the cut into stages, then data parallelism of

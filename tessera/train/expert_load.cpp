@@ -57,7 +57,10 @@ void ExpertLoads::meet() {
 
 void ExpertLoads::balance() {
   if (!any() || rate_ == 0) return;
-  for (const Held& held : held_) held.router->balance(sums_.select(0, held.layer).narrow(0, 0, experts_), rate_);
+  for (const Held& held : held_) {
+    // Beside a frozen router (LoRA) the bias would go on alone, to another choice of experts than the model has that adapters are trained for.
+    if (held.router->weight.requires_grad()) held.router->balance(sums_.select(0, held.layer).narrow(0, 0, experts_), rate_);
+  }
 }
 
 std::vector<ExpertLoad> ExpertLoads::read() const {

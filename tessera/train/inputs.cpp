@@ -1,7 +1,7 @@
 #include "tessera/train/inputs.h"
 
 #include <algorithm>
-#include <chrono>
+#include <cmath>
 #include <iterator>
 #include <limits>
 #include <tuple>
@@ -25,6 +25,7 @@
 #include "tessera/optim/schedule.h"
 #include "tessera/optim/whole_model.h"
 #include "tessera/train/adapters.h"
+#include "tessera/train/found_tokenizer.h"
 #include "tessera/train/progress.h"
 
 // Everything that can be refused is refused here, before there is a process group: by one process in one line, instead of by all ranks at once after they have
@@ -125,9 +126,10 @@ nlohmann::json agreement_with(const Config& config, const data::Corpus& corpus) 
 /// An optimizer with momentum carries what it does not without.
 void check_momentum(const OptimConfig& saved, const OptimConfig& now, const std::string& whose, const std::string& folder) {
   if (now.name != "sgd" && now.name != "adafactor") return;
-  require((saved.momentum == 0) == (now.momentum == 0), "optim.momentum = ", format_float(now.momentum), whose, ": ", folder,
-          saved.momentum == 0 ? " was written without momentum, and holds none to go on with" : " holds momentum, which would be lost", "; set optim.momentum ",
-          saved.momentum == 0 ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
+  const bool without = momentum_of(saved) == 0;
+  require(without == (momentum_of(now) == 0), "optim.momentum = ", format_float(momentum_of(now)), whose, ": ", folder,
+          without ? " was written without momentum, and holds none to go on with" : " holds momentum, which would be lost", "; set optim.momentum ",
+          without ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
 }
 
 /// The model's parameters, and what an optimizer's choice by kind asks of them.
@@ -161,15 +163,27 @@ void check_optimizers(const Config& saved, const Config& config, const std::stri
   }
 }
 
+/// A tokenizer that nobody named is that of model.from_hf, and was `byte` before there was this rule; the folder may have changed, too.
+void check_tokenizer(const Config& config, const Inputs& inputs) {
+  if (!inputs.resume || config.model.from_hf.empty() || config.given.contains("data.tokenizer")) return;
+  const std::string folder = inputs.resume->folder.string();
+  const auto& manifest = inputs.resume->manifest;
+  const std::string saved = config_of(manifest.progress, folder).data.tokenizer;
+  const auto identity = data_identity(manifest);
+  const bool agrees = saved == config.data.tokenizer || identity.empty() || identity.value("tokenizer", "") == inputs.tokenizer->fingerprint();
+  require(agrees, "data.tokenizer is not given, and by model.from_hf it is ", config.data.tokenizer, ": ", folder, " was written with ", saved,
+          "; set data.tokenizer = ", saved, ", or start anew with checkpoint.resume = \"\"");
+}
+
 void check_fit(const Config& config, const Inputs& inputs) {
   if (!inputs.resume) return;
   const std::string folder = inputs.resume->folder.string();
   const auto& manifest = inputs.resume->manifest;
-  checkpoint::check_agreement(manifest.agreement, agreement_with(config, *inputs.corpus), folder, followed_defaults(config));
   for (const std::string& name : quantized_weights(config)) {
     require(!manifest.tensors.contains("model." + name), "quantize.modules = ", config.quantize.modules, ": ", folder, " holds '", name,
             "' whole, and checkpoints of this run would not; write it with `tessera convert --to hf`, and name that folder as model.from_hf");
   }
+  checkpoint::check_agreement(manifest.agreement, agreement_with(config, *inputs.corpus), folder, followed_defaults(config));
   data::carried(cursor_of(manifest.progress, folder), *inputs.corpus,
                 {.seq_len = config.data.seq_len,
                  .global_size = config.batch.global_size,
@@ -187,26 +201,36 @@ void check_fit(const Config& config, const Inputs& inputs) {
 Config read_config(const std::filesystem::path& file, const std::vector<std::string>& sets) {
   Config config = load_config(file, sets);
   if (!config.model.from_hf.empty()) config.model = checkpoint::read_hugging_face_config(config);
+  take_folder_tokenizer(config);
   resolve(config);
   return config;
 }
 
-nlohmann::json data_identity(const data::Corpus& corpus) { return {{"content", corpus.content()}, {"tokenizer", corpus.tokenizer()}}; }
+nlohmann::json data_identity(const data::Corpus& corpus) {
+  nlohmann::json identity{{"content", corpus.content()}, {"tokenizer", corpus.tokenizer()}};
+  if (corpus.bos()) identity["bos"] = true;
+  return identity;
+}
 
 Inputs open_inputs(const Config& config, const OpenOptions& options) {
   Inputs inputs;
-  inputs.tokenizer = data::Tokenizer::load(config.data.tokenizer);
-  data::check_vocabulary(*inputs.tokenizer, config.model.vocab_size);
-  const data::Documents documents = data::documents_named(config.data.documents);
-  inputs.corpus = data::Corpus::open_or_build(paths(config.data.files), *inputs.tokenizer, config.data.cache_dir, 0, "data.files", documents);
+  inputs.job = options.job;
+  inputs.restarted = options.restarted;
+  find_resume(config, options, inputs);
+  FoundTokenizer found = open_tokenizer(config, inputs.resume ? &inputs.resume->manifest : nullptr);
+  inputs.tokenizer = std::move(found.tokenizer);
+  inputs.text_remarks = std::move(found.remarks);
+  check_tokenizer(config, inputs);
+  const auto open = [&](const std::vector<std::string>& files, const std::string& knob) {
+    return data::Corpus::open_or_build(paths(files), *inputs.tokenizer, config.data.cache_dir, 0, knob, data::documents_named(config.data.documents),
+                                       found.bos);
+  };
+  inputs.corpus = open(config.data.files, "data.files");
   data::check_windows(*inputs.corpus, config.data.seq_len, config.batch.global_size, "batch.global_size");
   if (!config.data.validation_files.empty()) {
-    inputs.validation =
-        data::Corpus::open_or_build(paths(config.data.validation_files), *inputs.tokenizer, config.data.cache_dir, 0, "data.validation_files", documents);
+    inputs.validation = open(config.data.validation_files, "data.validation_files");
     data::check_windows(*inputs.validation, config.data.seq_len, 1, "data.validation_files");
   }
-  inputs.job = options.job;
-  find_resume(config, options, inputs);
   check_fit(config, inputs);
   return inputs;
 }
@@ -283,10 +307,15 @@ void check_checkpoint_dir(const Config& config, const Inputs& inputs) {
                                    inputs.resume->folder.string(), "; ", way_out));
 }
 
+std::chrono::milliseconds lock_patience(const Config& config, bool restarted) {
+  constexpr std::chrono::milliseconds moment(2000), most(120000);
+  if (!restarted) return moment;
+  return std::clamp(std::chrono::milliseconds(std::llround(750 * config.comm.timeout_s)), moment, most);
+}
+
 void lock_checkpoint_dir(const Config& config, Inputs& inputs) {
-  constexpr std::chrono::seconds patience(2);
   if (config.checkpoint.dir.empty() || inputs.lock) return;
-  inputs.lock = std::make_unique<checkpoint::RunLock>(config.checkpoint.dir, patience);
+  inputs.lock = std::make_unique<checkpoint::RunLock>(config.checkpoint.dir, lock_patience(config, inputs.restarted));
   for (const auto& remark : inputs.lock->remarks()) inputs.remarks.push_back(remark);
 }
 

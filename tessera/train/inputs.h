@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -18,7 +19,7 @@
 
 namespace tessera {
 
-/// Reads a configuration as `train` and `plan` take it: file, `--set`, from_hf's shape, defaults that follow from other fields.
+/// Reads a configuration as `train` and `plan` take it: file, `--set`, from_hf's shape and tokenizer, defaults that follow from other fields.
 Config read_config(const std::filesystem::path& file, const std::vector<std::string>& sets);
 
 /// A checkpoint that a run goes on from, with its manifest read and found whole.
@@ -37,8 +38,10 @@ struct Inputs {
   std::shared_ptr<const data::Corpus> validation;  ///< null without validation_files
   std::optional<ResumePoint> resume;
   std::vector<std::string> remarks;           ///< to be said aloud once: checkpoints that were passed over, a fresh start
+  std::vector<std::string> text_remarks{};    ///< FoundTokenizer::remarks: the same for each rank and start of a run, so to be said by the first alone
   bool may_start_afresh = false;              ///< `latest` was asked for, and found none: what cannot be used in checkpoint.dir is set aside
   std::string job{};                          ///< OpenOptions::job
+  bool restarted = false;                     ///< OpenOptions::restarted
   std::unique_ptr<checkpoint::RunLock> lock;  ///< of checkpoint.dir; null until lock_checkpoint_dir, and on all ranks but the first
 };
 
@@ -68,8 +71,12 @@ std::vector<std::string> changes_since(const ResumePoint& resume, const Config& 
 /// Refuses a checkpoint.dir that holds checkpoints of another run, unless checkpoint.replace says that they may be set aside. Reads only. Throws ConfigError.
 void check_checkpoint_dir(const Config& config, const Inputs& inputs);
 
-/// Takes checkpoint.dir for this run, where there is one: for the first rank, before it meets the others. Waits a moment for one that is being ended. Throws
-/// ConfigError where another live run has it, or nothing can be written there. Before check_checkpoint_dir: a live run comes first of what may be in the way.
+/// How long a run waits for the locks of another: a moment, for one that is being ended. A restart's may be those of its own last attempt on a host that is
+/// gone, which a file server keeps (NFS 4: 90 s); so it waits for two minutes, or for three quarters of comm.timeout_s, as the other ranks wait meanwhile.
+std::chrono::milliseconds lock_patience(const Config& config, bool restarted);
+
+/// Takes checkpoint.dir for this run, where there is one: for the first rank, before it meets the others. Waits as lock_patience() says. Throws ConfigError
+/// where another live run has it, or nothing can be written there. Before check_checkpoint_dir: a live run comes first of what may be in the way.
 void lock_checkpoint_dir(const Config& config, Inputs& inputs);
 
 /// Who this run is: the one that it goes on from, started anew, or a fresh one.
@@ -79,7 +86,7 @@ checkpoint::RunIdentity run_identity(const Inputs& inputs);
 /// where it goes back; another run's, where checkpoint.replace says so) is set aside within it; returned is the remark that tells where. Throws Error.
 std::vector<std::string> enter_checkpoint_dir(const Config& config, const Inputs& inputs, const checkpoint::RunIdentity& run);
 
-/// What stands for the data in a checkpoint's agreement: text and tokenizer by content.
+/// What stands for the data in a checkpoint's agreement: text and tokenizer by content, and whether documents begin with its beginning-of-text id.
 nlohmann::json data_identity(const data::Corpus& corpus);
 
 }  // namespace tessera

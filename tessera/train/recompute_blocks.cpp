@@ -1,5 +1,10 @@
 #include "tessera/train/recompute_blocks.h"
 
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+
 #include <ATen/ops/empty.h>
 
 #include "tessera/core/error.h"
@@ -21,6 +26,21 @@ std::shared_ptr<LanguageModel> like_on_meta(const Config& config, Attachment& at
   precision::apply(*model, precision::policy_from(config.precision));
   materialize(*model, static_cast<uint64_t>(config.run.seed), at::kMeta);
   return model;
+}
+
+/// Which rank of the pipeline runs a module: that of the link that it lies in.
+std::function<int(const std::string&)> holder_of(const PipelineLayout& layout, const LanguageModel& model) {
+  std::map<std::string, int> holders;
+  for (int stage = 0; stage < layout.stages(); ++stage) {
+    const ChainRange& links = layout.links[static_cast<size_t>(stage)];
+    for (int64_t link = links.begin; link < links.end; ++link) holders.emplace(model.link_name(link), layout.rank_of[static_cast<size_t>(stage)]);
+  }
+  return [holders = std::move(holders)](const std::string& path) {
+    for (const auto& [link, rank] : holders) {
+      if (path == link || path.starts_with(link + ".")) return rank;
+    }
+    return 0;  // what is in no link is no module that a pattern of blocks names
+  };
 }
 
 Attachment tile_layers(const Config& config, LanguageModel& model, const TiledParts& parts) {
@@ -45,7 +65,7 @@ void check_pattern(const char* key, LanguageModel& model, const std::string& pat
   }
 }
 
-Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t columns, const TiledParts& parts) {
+Attachment recompute_blocks(const Config& config, LanguageModel& model, const PipelineLayout& layout, int64_t columns, const TiledParts& parts) {
   const auto& asked = config.recompute;
   Attachment tiled = tile_layers(config, model, parts);
   if (asked.mode == "none") return tiled;
@@ -65,6 +85,7 @@ Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t 
     measured_tiles.add(tile_routed(config, *measured));
     measured_tiles.add(tile_layers(config, *measured, {}));
     options.measured = measured.get();
+    options.holder = holder_of(layout, model);
     options.example = [&config, columns, model = measured.get()] {
       const at::Tensor tokens =
           at::empty({config.batch.micro_size, columns > 0 ? columns : config.data.seq_len}, at::TensorOptions(at::kLong).device(at::kMeta));

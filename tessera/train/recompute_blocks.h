@@ -4,6 +4,7 @@
 #include "tessera/core/attachment.h"
 #include "tessera/models/model.h"
 #include "tessera/recompute/tiles.h"
+#include "tessera/train/pipeline_layout.h"
 
 namespace tessera {
 
@@ -17,8 +18,9 @@ std::string tiled_layers(const Config& config);
 void check_pattern(const char* key, LanguageModel& model, const std::string& pattern);
 
 /// Attaches what [recompute] asks for; nothing where mode = none. With a budget, bytes and FLOPs are measured in one forward pass of the same model on meta,
-/// with one micro-batch, of `columns` of its sequences' (0: all): the same choice on every rank, in a real run and in a dry one. `parts`: where ranks hold
-/// parts of a sequence between layers. Throws ConfigError (see recompute()).
-[[nodiscard]] Attachment recompute_blocks(const Config& config, LanguageModel& model, int64_t columns = 0, const TiledParts& parts = {});
+/// with one micro-batch, of `columns` of its sequences' (0: all): the same choice in a real run and in a dry one. The budget is that of each rank of the
+/// pipeline, for the layers of its stages. `parts`: where ranks hold parts of a sequence between layers. Throws ConfigError (see recompute()).
+[[nodiscard]] Attachment recompute_blocks(const Config& config, LanguageModel& model, const PipelineLayout& layout, int64_t columns = 0,
+                                          const TiledParts& parts = {});
 
 }  // namespace tessera

@@ -54,7 +54,7 @@ std::vector<StageFlops> stage_flops(const Config& asked, const PipelineLayout& l
   const auto model = on_meta([&] { return make_model_for_stages(config.model); });
   const Attachment adapted = add_adapters(config, *model);
   precision::apply(*model, precision::policy_from(config.precision));
-  const Attachment recomputed = recompute_blocks(config, *model);
+  const Attachment recomputed = recompute_blocks(config, *model, layout);
   std::map<int, ModelStage> stages;
   std::map<int, pipeline::Stage*> pointers;
   for (int stage = 0; stage < layout.stages(); ++stage) {

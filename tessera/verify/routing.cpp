@@ -6,6 +6,7 @@
 
 #include <ATen/ops/gather.h>
 #include <ATen/ops/sort.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function.h>
 
 #include "tessera/nn/attach.h"
@@ -90,10 +91,10 @@ class ChoiceReplayer : public nn::Interceptor {
   }
 
  private:
-  /// In the form of `own` [rows * columns, K]; undefined where no rank made the call. Ranks that have columns of it have a part each.
+  /// In the form of `own` [rows * columns, K]; undefined where no rank made the call. Ranks that have columns of it have a part each, or the same one
+  /// (mesh.tp).
   at::Tensor taken_by_ranks(const OutputKey& key, const at::Tensor& own) const {
-    at::Tensor put_together;
-    int64_t known = 0;
+    at::Tensor put_together, known;  // the other: bool [columns]
     for (const RecordedChoices* rank : ranks_) {
       const auto found = rank->find(key);
       if (found == rank->end()) continue;
@@ -102,11 +103,14 @@ class ChoiceReplayer : public nn::Interceptor {
       if (!positions.defined() && chosen.sizes() == own.sizes()) return chosen;
       if (!positions.defined() || positions.numel() == 0) continue;
       const int64_t rows = chosen.size(0) / positions.numel();
-      if (!put_together.defined()) put_together = own.clone();
+      if (!put_together.defined()) {
+        put_together = own.clone();
+        known = at::zeros({own.size(0) / rows}, own.options().dtype(at::kBool));
+      }
       put_together.view({rows, -1, own.size(1)}).index_copy_(1, positions, chosen.view({rows, -1, own.size(1)}));
-      known += chosen.size(0);
+      known.index_fill_(0, positions, true);
     }
-    return known == own.size(0) ? put_together : at::Tensor();
+    return put_together.defined() && known.all().item<bool>() ? put_together : at::Tensor();
   }
 
   ChoiceCalls calls_;

@@ -15,6 +15,7 @@
 #include "tessera/config/settle_batch.h"
 #include "tessera/core/devices.h"
 #include "tessera/core/error.h"
+#include "tessera/core/log.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/compose.h"
@@ -192,8 +193,9 @@ Inputs checked_inputs(const Config& layout, int world, int64_t steps) {
   check_pipeline(layout, axes);
   Config here = layout;
   precision::settle_compute(here, at::kCPU, precision::Saying::Silent);
-  check_modules(here, size_along(axes, mesh_roles(layout).layers));
+  check_modules(here, axes);
   Inputs inputs = open_inputs(layout);
+  for (const auto& remark : inputs.text_remarks) log().warn("{}", remark);
   const int64_t done = inputs.resume ? inputs.resume->manifest.step : 0;
   require(steps >= 1 && steps <= layout.run.steps - done, "--steps = ", steps, ": the run has ", layout.run.steps - done,
           " steps to go (run.steps = ", layout.run.steps, "); give 1 to that many");

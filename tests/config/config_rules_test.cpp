@@ -393,6 +393,9 @@ TEST(Settings, WithoutEffectAreNamedWithTheReason) {
   EXPECT_THAT(said({"optim.name=sgd", "mesh.cp=2", "context.ulysses=2", "context.balance=contiguous"}, 2),
               ElementsAre("context.ulysses = 2: has no effect with context.method = ring"));
   EXPECT_THAT(said({"optim.name=sgd", "checkpoint.dir=a", "checkpoint.keep=2", "zero.stage=3", "zero.wrap=head"}), ::testing::IsEmpty());
+  EXPECT_THAT(said({"optim.name=sgd", "zero.stage=3", "zero.bucket_bytes=9", "precision.max_skips=3", "data.seed=5", "data.shuffle=false"}),
+              ElementsAre("zero.bucket_bytes = 9: has no effect with zero.stage = 3", "precision.max_skips = 3: has no effect with precision.loss_scale = none",
+                          "data.seed = 5: has no effect without data.shuffle"));
 }
 
 /// Head and tail, until a window is as short as a part.

@@ -43,6 +43,19 @@ TEST(Validate, GroupsOfParameters) {
               AllOf(StartsWith("precision.master = bf16"), HasSubstr("one of optim.groups")));
 }
 
+TEST(Settings, MomentumIsTheOptimizersOwnWhereNobodyGivesOne) {
+  const auto resolved = [](const std::vector<std::string>& sets) {
+    Config config = parse_config("", "/", sets);
+    resolve(config);
+    return config;
+  };
+  EXPECT_EQ(resolved({}).optim.momentum, 0);
+  EXPECT_EQ(resolved({"optim.name=muon"}).optim.momentum, 0.95);
+  EXPECT_EQ(resolved({"optim.name=muon", "optim.momentum=0"}).optim.momentum, 0) << "given, it is what was given";
+  EXPECT_EQ(momentum_of({.name = "muon"}), 0.95);
+  EXPECT_THAT(settings_without_effect(resolved({"optim.momentum=0"}), 1), ::testing::IsEmpty()) << "as every saved configuration has it";
+}
+
 TEST(Settings, GroupsTakeTheirFactorAlongTheSchedule) {
   OptimConfig config;
   config.lr = 0.02, config.min_lr = 0.01, config.momentum = 0.3;

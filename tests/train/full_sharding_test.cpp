@@ -200,7 +200,11 @@ TEST_F(FullSharding, EvaluatesAndGeneratesBetweenSteps) {
 }
 
 TEST_F(FullSharding, RefusesPatternsAndUnitsBeforeThereAreRanks) {
-  const auto refused = [&](const Sets& sets) { return testing_support::refusal([&] { check_modules(few("llama", sets)); }); };
+  const auto check = [&](const Sets& sets) {
+    const Config given = few("llama", sets);
+    check_modules(given, mesh_shape(given.mesh, given.zero.stage, 1));
+  };
+  const auto refused = [&](const Sets& sets) { return testing_support::refusal([&] { check(sets); }); };
   const std::string nowhere = refused({"zero.wrap=layer.*"});
   EXPECT_NE(nowhere.find("zero.wrap = 'layer.*': no module matches 'layer.*'"), std::string::npos) << nowhere;
   EXPECT_NE(nowhere.find("the nearest path is 'layers'"), std::string::npos) << nowhere;
@@ -209,7 +213,7 @@ TEST_F(FullSharding, RefusesPatternsAndUnitsBeforeThereAreRanks) {
                        "20000"),
             std::string::npos)
       << large;
-  check_modules(few("llama", {"run.memory_limit_bytes=30000"}));
+  check({"run.memory_limit_bytes=30000"});
   const std::string group = refused({"optim.groups=[\"layers.*.atention: lr_factor = 2\"]"});
   EXPECT_NE(group.find("'layers.*.atention' matches no module and no parameter; the nearest path is 'layers.0.attention'"), std::string::npos) << group;
   const std::string adapted = refused({"lora.modules=nosuch"});

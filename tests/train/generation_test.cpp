@@ -42,7 +42,10 @@ class Reading : public testing_support::TrainFixture {
     });
   }
   std::string checkpoints() const { return (folder_ / "checkpoints").string(); }
-  FoundModel found(const Sets& sets = {}) const { return find_model({.from_hf = {}, .checkpoint = checkpoints()}, sets); }
+  FoundModel found(Sets sets = {}) const {
+    sets.insert(sets.end(), {"run.threads=1", "data.cache_dir=" + (folder_ / "cache").string()});
+    return find_model({.from_hf = {}, .checkpoint = checkpoints()}, sets);
+  }
 
   struct Read {
     std::vector<std::vector<int64_t>> greedy, drawn;
@@ -275,6 +278,25 @@ TEST_F(Reading, OnlyTheLastPositionsLogitsAreGathered) {
       EXPECT_EQ(layers, (1 + 2 * settings.model.layers) * 2 * (kRanks - 1) * kRows * columns * settings.model.dim / kRanks);
     }
   });
+}
+
+/// An interface, a folder of another user's, threads: on the reader's host there may be none such.
+TEST_F(Reading, TheMachineThatTrainedIsNotTheReaders) {
+  train_and_save("llama", 1,
+                 {"comm.backend=gloo", "comm.algorithm=ring", "comm.table=" + (folder_ / "table.json").string(), "comm.interface=ib7", "comm.timeout_s=77",
+                  "log.dir=" + (folder_ / "log").string(), "run.memory_limit_bytes=100000000000", "run.deterministic=true"});
+  const auto read = [&](const Sets& sets) { return find_model({.from_hf = {}, .checkpoint = checkpoints()}, sets).config; };
+  Config own;
+  own.comm.timeout_s = 77;
+  resolve(own);
+  const Config config = read({});
+  EXPECT_EQ(config.comm, own.comm);
+  EXPECT_EQ(config.data.cache_dir, own.data.cache_dir);
+  EXPECT_EQ(config.log.dir, own.log.dir);
+  EXPECT_EQ(config.run.threads, own.run.threads);
+  EXPECT_EQ(config.run.memory_limit_bytes, own.run.memory_limit_bytes);
+  EXPECT_FALSE(config.run.deterministic);
+  EXPECT_EQ(read({"comm.interface=lo"}).comm.interface, "lo");
 }
 
 TEST_F(Reading, WhatReadingHasNoUseForIsRefused) {

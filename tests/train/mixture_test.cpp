@@ -4,8 +4,8 @@
 
 #include <gmock/gmock.h>
 
-#include "tests/train/mixture_fixture.h"
 #include "tests/test_device.h"
+#include "tests/train/mixture_fixture.h"
 
 namespace tessera {
 namespace {
@@ -109,20 +109,27 @@ TEST_F(MixtureTraining, LoadsAreThoseOfOneStep) {
 }
 
 TEST_F(MixtureTraining, TheBiasFollowsTheLoadAlikeOnAllRanks) {
-  const std::vector<std::string> sets{"model.router=sigmoid", "moe.bias_rate=0.05", "run.steps=3"};
-  std::vector<at::Tensor> biases(2);
-  const auto run = config("mixtral", sets);
-  const auto text = corpus(run);
-  comm::run_ranks(2, [&](comm::World& world) {
-    Mesh mesh(world, mesh_shape(run.mesh, run.zero.stage, world.size()));
-    RankScope scope(run, world.local_size());
-    Stepper stepper(run, mesh, testing_support::test_device(), scope);
-    data::Loader loader(text, loader_options(run, mesh));
-    for (int step = 0; step < 3; ++step) stepper.step(loader.next());
-    biases[static_cast<size_t>(world.rank())] = stepper.run().model->named_buffers()["layers.1.feed_forward.router.bias"].clone();
-  });
-  EXPECT_TRUE(at::equal(biases[0], biases[1]));
-  EXPECT_GT(biases[0].abs().max().item<float>(), 0.04);
+  const auto after_steps = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> sets{"model.router=sigmoid", "moe.bias_rate=0.05", "run.steps=3"};
+    sets.insert(sets.end(), more.begin(), more.end());
+    const auto run = config("mixtral", sets);
+    const auto text = corpus(run);
+    std::vector<at::Tensor> biases(2);
+    comm::run_ranks(2, [&](comm::World& world) {
+      Mesh mesh(world, mesh_shape(run.mesh, run.zero.stage, world.size()));
+      RankScope scope(run, world.local_size());
+      Stepper stepper(run, mesh, testing_support::test_device(), scope);
+      data::Loader loader(text, loader_options(run, mesh));
+      for (int step = 0; step < 3; ++step) stepper.step(loader.next());
+      biases[static_cast<size_t>(world.rank())] = stepper.run().model->named_buffers()["layers.1.feed_forward.router.bias"].clone();
+    });
+    EXPECT_TRUE(at::equal(biases[0], biases[1]));
+    return biases[0].abs().max().item<float>();
+  };
+  EXPECT_GT(after_steps({}), 0.04);
+  // Adapters are of a model that chooses as it did.
+  EXPECT_EQ(after_steps({"lora.modules=layers.*.attention.*"}), 0);
+  EXPECT_GT(after_steps({"lora.modules=layers.*.attention.*", "lora.trained=[\"layers.*.feed_forward.router.weight\"]"}), 0.04);
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include "tessera/train/observers/tensorboard.h"
 #include "tests/data/files.h"
 #include "tests/file_limit.h"
+#include "tests/file_locks.h"
 
 namespace tessera {
 namespace {
@@ -148,6 +149,22 @@ TEST(MetricsFile, ASecondLiveRunIsRefused) {
     EXPECT_EQ(lines(folder / "metrics.jsonl").size(), 1);
   }
   MetricsFile().on_start({.log_dir = folder.path()});
+}
+
+TEST(MetricsFile, ALiveRunIsFoundWhereLocksAskForADescriptorThatMayWrite) {
+  const Folder folder;
+  const FileLocks locks(FileLocks::of_nfs);
+  MetricsFile first;
+  first.on_start({.log_dir = folder.path()});
+  EXPECT_THAT(refusal([&] { MetricsFile::check_free(folder.path()); }), HasSubstr("another run that still trains"));
+}
+
+TEST(MetricsFile, ALiveRunIsFoundInAFileThatMayNotBeWritten) {
+  const Folder folder;
+  MetricsFile first;
+  first.on_start({.log_dir = folder.path()});
+  std::filesystem::permissions(folder / "metrics.jsonl", std::filesystem::perms::owner_read);
+  EXPECT_THAT(refusal([&] { MetricsFile::check_free(folder.path()); }), HasSubstr("another run that still trains"));
 }
 
 TEST(MetricsFile, ALineThatIsLostIsSaidAtOnceAndAtTheEnd) {

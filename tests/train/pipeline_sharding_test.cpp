@@ -119,7 +119,8 @@ TEST_F(PipelineSharding, NoBitDependsOnWhenUnitsAreGathered) {
 
 TEST_F(PipelineSharding, UnitsOfALayerAloneAreRefusedWhereItsProductsBeginBefore) {
   const auto check = [&](const std::string& wrap, const std::string& overlap) {
-    check_modules(config("llama", {"mesh.tp=2", "zero.stage=3", "zero.wrap=" + wrap, "tensor.overlap=" + overlap}), 2);
+    const Config given = config("llama", {"mesh.tp=2", "zero.stage=3", "zero.wrap=" + wrap, "tensor.overlap=" + overlap});
+    check_modules(given, mesh_shape(given.mesh, given.zero.stage, 2));
   };
   EXPECT_THAT(testing_support::refusal([&] { check("**", "true"); }), ::testing::HasSubstr("makes 'layers.0.attention.wq' a unit by itself"));
   EXPECT_NO_THROW(check("**", "false"));

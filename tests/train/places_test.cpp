@@ -105,7 +105,7 @@ TEST_F(Places, WhatPatternsSayIsCheckedBeforeARankBegins) {
     try {
       const Config given = config("llama", sets);
       validate(given, 1);
-      check_modules(given);
+      check_modules(given, mesh_shape(given.mesh, given.zero.stage, 1));
     } catch (const ConfigError& error) {
       return error.what();
     }

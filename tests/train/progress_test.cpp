@@ -51,6 +51,21 @@ TEST(Progress, AnExplicitAlgorithmWinsAndIsSaid) {
   EXPECT_EQ(remarks.size(), 1U);
 }
 
+TEST(Progress, ARunWithoutAdaptersTrainedTheWholeModel) {
+  Config adapted, before;
+  adapted.lora.modules = "layers.*";
+  adapted.lora.trained = {"norm.weight"};
+  const auto beside = [&](const nlohmann::json& more = {}) {
+    auto progress = progress_json(before, {}, {}, {}, 1);
+    if (!more.is_null()) progress["lora_trained"] = more;
+    return trained_beside_adapters(adapted, progress, "step-4");
+  };
+  EXPECT_THAT(beside(), ::testing::ElementsAre("norm.weight", "**"));
+  before.lora.modules = "layers.*";
+  EXPECT_THAT(beside(), ::testing::ElementsAre("norm.weight"));
+  EXPECT_THAT(beside(nlohmann::json::array({"**"})), ::testing::ElementsAre("norm.weight", "**")) << "the run before that one";
+}
+
 TEST(Progress, OlderAndDamagedCheckpoints) {
   std::vector<std::string> remarks;
   auto progress = saved_with({.algorithm = "ring"});

@@ -80,7 +80,7 @@ class RandomPipelines : public TrainFixture {
     try {
       validate(config, ranks);
       check_pipeline(config, mesh_shape(config.mesh, config.zero.stage, ranks));
-      check_modules(config, config.mesh.tp);
+      check_modules(config, mesh_shape(config.mesh, config.zero.stage, ranks));
       return true;
     } catch (const ConfigError&) {
       return false;

@@ -32,7 +32,7 @@ class RandomResume : public testing_support::ResumeFixture {
       const int ranks = made.mesh.dp_replicate.value_or(1) * made.mesh.dp_shard.value_or(1) * made.mesh.pp * made.mesh.cp * made.mesh.tp;
       validate(made, ranks);
       check_pipeline(made, mesh_shape(made.mesh, made.zero.stage, ranks));
-      check_modules(made, made.mesh.tp);
+      check_modules(made, mesh_shape(made.mesh, made.zero.stage, ranks));
       open_inputs(made);
       return std::pair(made, ranks);
     } catch (const ConfigError&) {

@@ -2,8 +2,10 @@
 
 #include <gmock/gmock.h>
 
+#include "tessera/comm/meeting/disagreement.h"
+#include "tessera/train/inputs.h"
 #include "tests/refusal.h"
-#include "tests/train/fixture.h"
+#include "tests/train/resume_fixture.h"
 
 namespace tessera {
 namespace {
@@ -54,8 +56,108 @@ TEST_F(FoundModels, SaysWhatWasPassedOverAndWhatHasNoEffect) {
 }
 
 TEST_F(FoundModels, TellsCheckpointsApart) {
-  const auto tokenizer = data::Tokenizer::load("byte");
-  EXPECT_THAT(reading_settings(found(byte_), *tokenizer), testing::Contains(std::pair<std::string, std::string>("--checkpoint", "step 2 of run abc")));
+  const FoundTokenizer text = find_tokenizer(found(byte_), "");
+  EXPECT_THAT(reading_settings(found(byte_), text), testing::Contains(std::pair<std::string, std::string>("--checkpoint", "step 2 of run abc")));
+  FoundTokenizer begins = find_tokenizer(found(byte_), "");
+  begins.bos = true;
+  EXPECT_TRUE(comm::disagreement({reading_settings(found(byte_), text), reading_settings(found(byte_), begins)})) << "data.bos, as files say it";
+}
+
+/// A Hugging Face folder beside the text, of the shape of ResumeFixture's model, and a tokenizer for it.
+class FolderTokenizers : public testing_support::ResumeFixture {
+ protected:
+  static constexpr int64_t kIds = 275;
+
+  void SetUp() override {
+    ResumeFixture::SetUp();
+    std::filesystem::create_directory(hf_ = folder_ / "hf");
+    write("hf/config.json", R"({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 24, "num_hidden_layers": 2,
+      "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "vocab_size": 300, "max_position_embeddings": 16,
+      "rms_norm_eps": 1e-5, "tie_word_embeddings": true})");
+    write("run.toml",
+          "[model]\nfrom_hf = \"hf\"\n[data]\nfiles = [\"text.txt\"]\nseq_len = 16\ncache_dir = \"cache\"\n[batch]\nglobal_size = 4\n[run]\nsteps = 6\nseed = "
+          "3\n");
+  }
+  void write(const std::string& name, const std::string& text) const { std::ofstream(folder_ / name) << text; }
+  /// False: this build has no SentencePiece.
+  bool bring_tokenizer() const {
+    try {
+      write_lines();  // the text is one line, longer than SentencePiece takes
+      data::train_tokenizer({folder_ / "lines.txt"}, kIds, hf_ / "tokenizer.model");
+      return true;
+    } catch (const ConfigError&) {
+      return false;
+    }
+  }
+  Config read(const std::vector<std::string>& sets = {}) const { return read_config(folder_ / "run.toml", sets); }
+  static int64_t first_id(const Inputs& inputs) {
+    int64_t id = -1;
+    inputs.corpus->read(0, 1, &id);
+    return id;
+  }
+
+  std::filesystem::path hf_;
+};
+
+TEST_F(FolderTokenizers, TrainingTakesTheFoldersUnlessOneIsNamed) {
+  EXPECT_EQ(read().data.tokenizer, "byte");
+  EXPECT_THAT(open_inputs(read()).text_remarks,
+              ElementsAre(testing::AllOf(HasSubstr("model.from_hf = "), HasSubstr("brings no tokenizer.model, and the text is read as bytes"))));
+  EXPECT_THAT(open_inputs(read({"data.tokenizer=byte"})).text_remarks, IsEmpty()) << "somebody's word";
+  if (!bring_tokenizer()) GTEST_SKIP() << "no SentencePiece";
+  EXPECT_EQ(read().data.tokenizer, (hf_ / "tokenizer.model").string());
+  EXPECT_EQ(read({"data.tokenizer=byte"}).data.tokenizer, "byte");
+  const Inputs inputs = open_inputs(read());
+  EXPECT_EQ(inputs.tokenizer->vocab_size(), kIds);
+  EXPECT_THAT(inputs.text_remarks, ElementsAre(HasSubstr("tokenizer.model: is the tokenizer that is taken; data.tokenizer names another")));
+  write("saved.toml", to_toml(read()));
+  std::filesystem::remove(hf_ / "tokenizer.model");
+  EXPECT_EQ(read_config(folder_ / "saved.toml", {}).data.tokenizer, (hf_ / "tokenizer.model").string()) << "a run goes on with the one that it had";
+}
+
+TEST_F(FolderTokenizers, DocumentsBeginAsTheFolderSaysUnlessSomebodyDoes) {
+  if (!bring_tokenizer()) GTEST_SKIP() << "no SentencePiece";
+  const auto of_folder = [&] { return find_model({.from_hf = hf_, .checkpoint = {}}, {}); };
+  EXPECT_FALSE(open_inputs(read()).corpus->bos());
+  EXPECT_FALSE(find_tokenizer(of_folder(), "").bos);
+  EXPECT_EQ(first_id(open_inputs(read({"data.bos=true"}))), 1);
+  write("hf/tokenizer_config.json", R"({"tokenizer_class": "LlamaTokenizer"})");
+  const Inputs inputs = open_inputs(read());
+  EXPECT_EQ(first_id(inputs), 1);
+  EXPECT_THAT(inputs.text_remarks, testing::Contains(HasSubstr("tokenizer_config.json: puts id 1 in front of a text")));
+  EXPECT_EQ(data_identity(*inputs.corpus).at("bos"), true);
+  EXPECT_NE(first_id(open_inputs(read({"data.bos=false"}))), 1);
+  EXPECT_TRUE(find_tokenizer(of_folder(), "").bos);
+  EXPECT_FALSE(find_tokenizer(of_folder(), "byte").bos) << "which has none";
+  EXPECT_THAT(testing_support::refusal([&] { open_inputs(read({"data.bos=true", "data.tokenizer=byte"})); }),
+              testing::AllOf(HasSubstr("data.bos = true: the tokenizer (byte) has no beginning-of-text id"), HasSubstr("data.bos = false")));
+}
+
+TEST_F(FolderTokenizers, ACheckpointIsGoneOnFromAndReadAsItWasWritten) {
+  if (!bring_tokenizer()) GTEST_SKIP() << "no SentencePiece";
+  const auto saved_with = [&](const std::string& name, const std::string& tokenizer, const testing_support::Sets& more) {
+    testing_support::Sets sets{"model.vocab_size=300", "run.steps=2", "data.tokenizer=" + tokenizer, "checkpoint.dir=" + (folder_ / name).string()};
+    sets.insert(sets.end(), more.begin(), more.end());
+    run({"one", 1, {}}, sets);
+    return folder_ / name / step_name(2);
+  };
+  const std::string model = (hf_ / "tokenizer.model").string();
+  const auto plain = saved_with("plain", model, {}), begun = saved_with("begun", model, {"data.bos=true"}), bytes = saved_with("bytes", "byte", {});
+  write("hf/tokenizer_config.json", R"({"add_bos_token": true})");
+  const auto go_on = [&](const std::filesystem::path& from, const std::vector<std::string>& more = {}) {
+    std::vector<std::string> sets{"checkpoint.resume=" + from.string()};
+    sets.insert(sets.end(), more.begin(), more.end());
+    return open_inputs(read(sets));
+  };
+  EXPECT_FALSE(go_on(plain).corpus->bos()) << "whatever the folder says by now";
+  EXPECT_TRUE(go_on(begun).corpus->bos());
+  EXPECT_THAT(testing_support::refusal([&] { go_on(plain, {"data.bos=true"}); }), HasSubstr("data.bos = true: " + plain.string() + " was written with false"));
+  EXPECT_THAT(testing_support::refusal([&] { go_on(bytes); }),
+              testing::AllOf(HasSubstr("data.tokenizer is not given, and by model.from_hf it is " + model), HasSubstr("set data.tokenizer = byte")));
+  EXPECT_EQ(go_on(bytes, {"data.tokenizer=byte"}).resume->manifest.step, 2);
+  for (const auto& [from, bos] : {std::pair(plain, false), {begun, true}, {bytes, false}}) {
+    EXPECT_EQ(find_tokenizer(find_model({.from_hf = {}, .checkpoint = from}, {}), "").bos, bos) << from;
+  }
 }
 
 }  // namespace

@@ -4,7 +4,9 @@
 #include "tessera/precision/policy.h"
 #include "tessera/recompute/budget.h"
 #include "tessera/train/flop_rates.h"
+#include "tessera/train/compose.h"
 #include "tessera/train/recompute_blocks.h"
+#include "tessera/train/stage_costs.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -148,7 +150,7 @@ Activations measure(const std::vector<std::string>& sets) {
   precision::apply(*model, precision::policy_from(config.precision));
   materialize(*model, 1, at::kMeta);
   for (const auto& p : model->parameters()) p.mutable_grad() = at::empty_like(p);
-  const auto attached = recompute_blocks(config, *model);
+  const auto attached = recompute_blocks(config, *model, pipeline_layout(config, 1));
   const auto counter = std::make_shared<nn::FlopCounter>();
   const nn::OperatorScope counted(counter);
   MemoryTracker tracker;
@@ -197,6 +199,49 @@ TEST(RecomputeMemory, SelectiveAndBudgetLieBetween) {
     EXPECT_GT(within.flops, flops) << "less memory costs more";
     flops = within.flops;
   }
+}
+
+/// Which holds the layers of its stages alone: no more of them are computed again than these ask for, and a rank pays for its own.
+TEST(RecomputeMemory, ABudgetIsThatOfEachRankOfAPipeline) {
+  const auto parsed = [](const std::vector<std::string>& sets) {
+    std::vector<std::string> all{"data.cache_dir=/", "mesh.pp=2", "pipeline.split=[\"4\", \"6\"]"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    Config config = parse_config(
+        "[model]\nfamily = \"llama\"\ndim = 64\nlayers = 8\nheads = 4\nffn_dim = 96\nvocab_size = 128\n[data]\nseq_len = 32\n[batch]\nglobal_size = 4\n"
+        "micro_size = 2\n[optim]\nlr = 1e-3\n[run]\nsteps = 1\n",
+        "/", all);
+    resolve(config);
+    return config;
+  };
+  const Config plain = parsed({});
+  const auto model = on_meta([&] { return make_model(plain.model); });
+  materialize(*model, 1, at::kMeta);
+  const at::Tensor tokens = at::empty({2, 32}, at::TensorOptions(at::kLong).device(at::kMeta));
+  const auto costs = measure_recompute(*model, "layers.*", [&] { model->loss_sum(tokens, tokens); });
+  const auto kept = [&](size_t begin, size_t end) {
+    int64_t bytes = 0;
+    for (size_t i = begin; i < end; ++i) bytes += costs[i].input_bytes + costs[i].inner_bytes;
+    return bytes;
+  };
+  const PipelineLayout layout = pipeline_layout(plain, 2);  // 3 layers, and 5
+  const auto again = [&](int64_t budget) {
+    const auto with = stage_flops(parsed({kFull, "recompute.budget_bytes=" + std::to_string(budget)}), layout), without = stage_flops(plain, layout);
+    return std::pair(with[0].total() - without[0].total(), with[1].total() - without[1].total());
+  };
+  const double layer = again(kept(3, 8) - 1).second;
+  EXPECT_GT(layer, 0) << "one of five layers, where its bytes are one too many";
+  EXPECT_EQ(again(kept(3, 8)), std::pair(0.0, 0.0));
+  EXPECT_EQ(again(kept(3, 8) - 1).first, 0);
+  EXPECT_EQ(again(kept(3, 7) - costs[7].input_bytes), std::pair(0.0, 2 * layer));
+  EXPECT_EQ(again(kept(0, 3) - 1).first, layer);
+
+  const int64_t inputs = 5 * costs[7].input_bytes;  // below which no choice helps
+  const auto check = [&](int64_t budget) {
+    const Config given = parsed({kFull, "recompute.budget_bytes=" + std::to_string(budget)});
+    check_modules(given, mesh_shape(given.mesh, given.zero.stage, 2));
+  };
+  EXPECT_NO_THROW(check(inputs));
+  EXPECT_THROW(check(inputs - 1), ConfigError);
 }
 
 }  // namespace

@@ -1,5 +1,8 @@
 #include "tessera/train/replay.h"
 
+#include <array>
+
+#include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 
 #include "tessera/checkpoint/checkpoint.h"
@@ -78,6 +81,36 @@ TEST_F(ReplayTest, OtherArithmeticIsHeldToABound) {
   EXPECT_FALSE(check(config("llama", {"run.threads=1", "recompute.ffn_tile=3"}), 1, progress).bits) << "products of fewer rows";
   // Another micro_size is none: the recorded one is replayed.
   EXPECT_TRUE(check(config("llama", {"run.threads=1", "batch.micro_size=1"}), 2, progress).bits);
+}
+
+/// Hosts of several kinds: whose loss a rank replays may have been computed by another kind than its own, and the manifest tells of one.
+TEST_F(ReplayTest, RanksThatComputeOtherwiseThanEachOtherAreHeldToABound) {
+  const auto small = config("llama", {"run.threads=1"});
+  const auto alike = recorded(small, 2);
+  const auto on_another_kind = [](int rank) { at::set_num_threads(rank == 1 ? 2 : 1); };
+  nlohmann::json unlike;
+  with_model(small, 2, [&](const Replay& replay, Composition& run, const data::Cursor& cursor, int rank) {
+    on_another_kind(rank);
+    ForwardEngine engine(run);
+    auto record = replay.record(engine, cursor);
+    if (rank == 0) unlike["replay"] = std::move(record);
+  });
+  EXPECT_TRUE(check(small, 2, alike).bits);
+  EXPECT_FALSE(check(small, 2, unlike).bits);
+  EXPECT_FALSE(check(small, 1, unlike).bits);
+  for (const nlohmann::json& progress : {alike, unlike}) {
+    std::array<bool, 2> bits{true, true};
+    with_model(small, 2, [&](const Replay& replay, Composition& run, const data::Cursor& cursor, int rank) {
+      on_another_kind(rank);
+      ForwardEngine engine(run);
+      bits[static_cast<size_t>(rank)] = replay.check(engine, cursor, progress, "step-3").bits;
+    });
+    EXPECT_THAT(bits, ::testing::Each(false)) << "on every rank the same";
+  }
+  // An older build did not say of how many ranks it told.
+  auto old = alike;
+  old["replay"]["arithmetic"].erase("of_all_ranks");
+  EXPECT_FALSE(check(small, 2, old).bits);
 }
 
 /// The sums over ranks that layers are cut over are made by the engine, its algorithm, from host to host: none of that is the checkpoint's soundness.

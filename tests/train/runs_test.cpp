@@ -1,12 +1,17 @@
 // Whose checkpoints are whose: fresh starts, second runs, rewinds and restarts in one folder; and what a run that goes on may do otherwise.
 
+#include <chrono>
 #include <csignal>
+#include <thread>
 
 #include <torch/nn/modules/linear.h>
 
+#include "tessera/checkpoint/convert.h"
+#include "tessera/checkpoint/hugging_face.h"
 #include "tessera/checkpoint/peft.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/data_parallel/power_sgd.h"
+#include "tessera/train/compose.h"
 #include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
 #include "tests/train/resume_fixture.h"
@@ -92,6 +97,29 @@ TEST_F(Runs, ASecondLiveRunIsRefusedByName) {
   run_into("a", 4, {});  // its checkpoints are in the way, too, and of no use to whoever is told to go on from them
   const checkpoint::RunLock first(folder_ / "a");
   EXPECT_THAT(([&] { run_into("a", 4, {}); }), ThrowsMessage<ConfigError>(AllOf(HasSubstr("is training into it"), HasSubstr("name another checkpoint.dir"))));
+}
+
+/// A file server keeps what a host held that has vanished, and a refusal would end the job whatever restarts it has left.
+TEST_F(Runs, ARestartWaitsForTheLockOfTheAttemptBeforeIt) {
+  run_into("a", 4, {});
+  auto before = std::make_unique<checkpoint::RunLock>(folder_ / "a");
+  std::jthread server([&] {
+    std::this_thread::sleep_for(std::chrono::seconds(3));
+    before.reset();
+  });
+  EXPECT_THAT(run_into("a", 6, {}, {.restarted = true}), HasSubstr("is training into it; waiting up to 2 m 00 s for its end"));
+  EXPECT_EQ(first_step(), 5);
+}
+
+TEST_F(Runs, ARestartWaitsLongerThanAFirstAttemptAndLessThanTheOtherRanks) {
+  using std::chrono_literals::operator""s;
+  const auto patience = [&](bool restarted, const std::string& timeout_s) {
+    return lock_patience(settings(ddp2_, {"comm.timeout_s=" + timeout_s}), restarted);
+  };
+  EXPECT_EQ(patience(false, "300"), 2s);
+  EXPECT_EQ(patience(true, "300"), 120s);
+  EXPECT_EQ(patience(true, "40"), 30s);
+  EXPECT_EQ(patience(true, "1"), 2s);
 }
 
 TEST_F(Runs, ARewindSetsTheLaterOnesAsideAndKeepCountsItsOwn) {
@@ -264,6 +292,43 @@ TEST_F(Runs, WhatWasEverTrainedBesideAdaptersIsNotLeftBehind) {
   checkpoint::export_peft(at("b", 2), config.model, config.lora, folder_ / "peft", {});
 }
 
+TEST_F(Runs, WhatWasTrainedBeforeThereWereAdaptersIsNotLeftBehind) {
+  const std::string adapters = "lora.modules=layers.*.attention.*";
+  run_into("a", 2, {});
+  run_into("b", 4, {adapters, "checkpoint.resume=" + at("a", 2), "checkpoint.partial=[\"**.lora_a\",\"**.lora_b\"]"});
+  run_into("b", 6, {adapters, "checkpoint.resume=latest"});
+  for (const int64_t step : {4, 6}) {
+    const Config config = config_of(checkpoint::read_manifest(at("b", step)).progress, "");
+    EXPECT_THAT(([&] { checkpoint::export_peft(at("b", step), config.model, config.lora, folder_ / "peft", {}); }),
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("--to peft: the whole model was trained, too"), HasSubstr("--merge-lora"))));
+  }
+}
+
+/// Their folder may be unmounted, or hold others by the time of a save.
+TEST_F(Runs, WeightsInFewerBitsAreSavedAsWhatTheyWereMadeOf) {
+  const auto hf = folder_ / "hf";
+  run_into("a", 2, {});
+  checkpoint::export_hugging_face(at("a", 2), config_of(checkpoint::read_manifest(at("a", 2)).progress, "").model, hf, {});
+  const std::string before = checkpoint::hugging_face_fingerprint(hf);
+  const Config config = settings(ddp2_, {"model.from_hf=" + hf.string(), "lora.modules=layers.*.attention.*", "quantize.modules=layers.*.attention.*",
+                                         "checkpoint.dir=" + (folder_ / "b").string(), "run.device=cpu", "run.steps=2"});
+  comm::run_ranks(2, [&](comm::World& world) {
+    validate(config, world.size());
+    Trainer trainer(config, world, open_inputs(config));
+    if (world.rank() == 0) std::filesystem::remove_all(hf);  // by then the others have read it, too: ranks meet behind
+    trainer.run();
+  });
+  EXPECT_EQ(checkpoint::read_manifest(at("b", 2)).agreement.at("quantize.from"), before);
+}
+
+TEST_F(Runs, GroupsOfWhatIsFrozenAreNamed) {
+  const Sets groups{"optim.groups=[\"embed_tokens: lr_factor = 0.5\", \"layers.0: weight_decay = 0\"]"};
+  EXPECT_THAT(groups_without_effect(config("llama", groups)), IsEmpty());
+  const Sets adapted{groups[0], "lora.modules=layers.*.attention.*"};
+  EXPECT_THAT(groups_without_effect(config("llama", adapted)), ElementsAre(HasSubstr("embed_tokens: lr_factor = 0.5\": has no effect")));
+  EXPECT_THAT(groups_without_effect(config("llama", {adapted[0], adapted[1], "lora.trained=embed_tokens.weight"})), IsEmpty());
+}
+
 TEST_F(Runs, MoreStepsUnderAScheduleSayThatTheRateBends) {
   run_into("a", 4, {"optim.schedule=cosine"});
   const std::string said = run_into("a", 8, {"optim.schedule=cosine", "checkpoint.resume=latest"});
@@ -366,7 +431,7 @@ TEST_F(CutPlans, WhatTensorParallelRanksHoldAlikeStaysOneUnderPowerSgd) {
 }
 
 /// A program's own loop: what is owed is in each rank's unit, which with average is that of the mean.
-class HookState : public ResumeFixture {};
+class HookState : public testing_support::ResumeFixture {};
 
 TEST_F(HookState, WhatIsOwedIsPaidOnceOnAnyNumberOfRanks) {
   constexpr int64_t size = 12;

@@ -1,5 +1,6 @@
 // Sharded data parallelism where techniques and optimizers meet: parity of training, bits of updates.
 
+#include "tessera/comm/backends/record.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/sgd.h"
 #include "tessera/precision/master_weights.h"
@@ -43,6 +44,27 @@ class Sharding : public TrainFixture {
     EXPECT_LT(one.steps.back().loss, one.steps.front().loss);
   }
 };
+
+/// Of what LoRA freezes Muon has nothing to bring together.
+TEST_F(Sharding, MuonMeetsOverWhatIsTrainedAlone) {
+  for (const int stage : {1, 3}) {
+    const Config settings = sharded("llama", {"optim.name=muon", "lora.modules=layers.*.attention.*", "lora.rank=3", "zero.stage=" + std::to_string(stage)});
+    constexpr int kRanks = 2;
+    validate(settings, kRanks);
+    const auto recorder = std::make_shared<comm::Recorder>();
+    const auto world = comm::World::dry(kRanks, 0, recorder);
+    const Mesh mesh(world, mesh_shape(settings.mesh, settings.zero.stage, kRanks));
+    RankScope scope(settings, 1);
+    Stepper stepper(settings, mesh, at::kMeta, scope);
+    stepper.step(data::dry_batch(loader_options(settings, mesh), 1, at::kMeta));
+    int64_t sent = 0;
+    for (const auto& record : recorder->records()) {
+      if (record.site.starts_with("optimizer") && record.dtype == at::kFloat && record.op != "all_reduce") sent += record.sent_bytes;
+    }
+    const int64_t elements = settings.model.layers * 4 * 2 * 3 * settings.model.dim;  // of A and B beside four matrices of a block
+    EXPECT_EQ(sent, 8 * elements * (kRanks - 1) / kRanks) << stage;
+  }
+}
 
 TEST_F(Sharding, StagesTrainAsOneDeviceDoes) {
   expect_equal_runs("llama", {"model.kv_heads=2", "run.steps=8"},

@@ -80,7 +80,7 @@ int64_t kept(const Layer& layer, int64_t layers, const comm::Group& group, at::D
   set_precision(*model, layer.stream);
   const auto tensor = parallelize_module(*model, group, parallel_plan(*model, layer.sequence, layer.keep_gathered));
   const Attachment plain = layer.flash ? Attachment() : nn::attach(*model, model->attention_pattern(), std::make_shared<Unfused>());
-  const Attachment recomputed = recompute_blocks(config, *model);
+  const Attachment recomputed = recompute_blocks(config, *model, pipeline_layout(config, 1));
   materialize(*model, 1, device);
   const at::Tensor tokens = at::zeros({layer.b, layer.s}, at::TensorOptions(at::kLong).device(device));
   const nn::SampleScope samples({.seed = 1, .step = 1});

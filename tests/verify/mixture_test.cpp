@@ -132,13 +132,21 @@ TEST_F(VerifyMixture, TheDeviceFollowsTheLayoutsRoutingAndMeasuresIt) {
   };
   VerifyOptions options;
   options.plant.attach = [](Composition& run, int) { return nn::attach(*run.model, "layers.1.feed_forward.router.choice", std::make_shared<Turned>()); };
-  const auto report = run("dp_replicate=2", "mixtral", {}, options);
-  EXPECT_FALSE(report.passed());
-  EXPECT_FALSE(report.routing.within());
-  EXPECT_GT(report.routing.margin, 1e-4);
-  EXPECT_EQ(report.routing.flipped * 2, report.routing.tokens) << "one layer of two";
-  EXPECT_TRUE(report.gradients.within()) << "by the layout's choice both compute the same";
-  EXPECT_NE(to_string(report).find("choose other experts"), std::string::npos);
+  // Ranks of mesh.tp hold the same columns, those of mesh.cp some, and packed documents say where all of them stand.
+  for (const auto& [mesh, sets] : {std::pair{"dp_replicate=2", std::vector<std::string>{}},
+                                   {"tp=2", {write_lines(), "data.documents=lines", "data.seq_len=29"}},
+                                   {"cp=2", {}},
+                                   {"cp=2,tp=2", {"zero.stage=1"}}}) {
+    SCOPED_TRACE(mesh);
+    const auto report = run(mesh, "mixtral", sets, options);
+    EXPECT_FALSE(report.passed());
+    EXPECT_FALSE(report.routing.within());
+    EXPECT_GT(report.routing.margin, 1e-4);
+    EXPECT_GT(report.routing.tokens, 0);
+    EXPECT_EQ(report.routing.flipped * 2, report.routing.tokens) << "one layer of two";
+    EXPECT_TRUE(report.gradients.within()) << "by the layout's choice both compute the same";
+    EXPECT_NE(to_string(report).find("choose other experts"), std::string::npos);
+  }
 }
 
 }  // namespace

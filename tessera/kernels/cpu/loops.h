@@ -77,10 +77,11 @@ struct BiasActivationBackward {
 
 /// Adds rows up where their ids say, in the order of rows; a thread has some columns of all of them.
 struct EmbeddingGradient {
-  Input rows;          ///< [count, dim] contiguous
-  const int64_t* ids;  ///< [count]
-  int64_t count, dim, padding_row;
-  float* sum;  ///< [vocabulary, dim]
+  Input rows;            ///< [tokens, dim] contiguous
+  const int64_t* ids;    ///< [tokens]
+  const int64_t* order;  ///< [count] the tokens that count, those of one id side by side, in their order
+  int64_t count, dim;
+  Output sum;  ///< [vocabulary, dim]
 };
 
 /// AdamW over elements that lie side by side; see kernels/adamw.h. The gradient is multiplied by `scale` first; `copy` (16 bits) may have no data.

@@ -88,14 +88,19 @@ void bias_activation_backward_blocks(const BiasActivationBackward& args, int64_t
   }
 }
 
-template <class T>
+/// All tokens of an id are added up in fp32 before a sum in fewer bits is rounded, once.
+template <class T, class Sum>
 void embedding_gradient_columns(const EmbeddingGradient& args, int64_t begin, int64_t end) {
-  for (int64_t row = 0; row < args.count; ++row) {
-    const int64_t id = args.ids[row];
-    if (id == args.padding_row) continue;
-    const T* from = static_cast<const T*>(args.rows.data) + row * args.dim + begin;
-    float* to = args.sum + id * args.dim + begin;
-    for_vectors(end - begin, [&](int64_t i, auto lanes) { store(to + i, load(to + i, lanes) + load(from + i, lanes), lanes); });
+  const T* const rows = static_cast<const T*>(args.rows.data) + begin;
+  for (int64_t first = 0, last = 0; first < args.count; first = last) {
+    const int64_t id = args.ids[args.order[first]];
+    while (last < args.count && args.ids[args.order[last]] == id) ++last;
+    Sum* const to = static_cast<Sum*>(args.sum.data) + id * args.dim + begin;
+    for_vectors(end - begin, [&](int64_t i, auto lanes) {
+      Floats sum = load(to + i, lanes);
+      for (int64_t n = first; n < last; ++n) sum += load(rows + args.order[n] * args.dim + i, lanes);
+      store(to + i, sum, lanes);
+    });
   }
 }
 

@@ -104,7 +104,9 @@ constexpr Loops make_loops(const char* name) {
     });
   };
   loops.embedding_gradient = [](const EmbeddingGradient& args, int64_t begin, int64_t end) {
-    with_type(args.rows.type, [&](auto t) { embedding_gradient_columns<typename decltype(t)::type>(args, begin, end); });
+    with_type(args.rows.type, [&](auto t) {
+      with_type(args.sum.type, [&](auto s) { embedding_gradient_columns<typename decltype(t)::type, typename decltype(s)::type>(args, begin, end); });
+    });
   };
   loops.adamw = [](const AdamW& args, int64_t begin, int64_t end) {
     with_update_type(args.gradient.type, [&](auto g) {

@@ -123,10 +123,13 @@ void bias_activation_backward(const at::Tensor& dx, const at::Tensor& d_bias, co
 /// Threads have columns, so that a row that several tokens look up is added up by one thread, in their order.
 void embedding_gradient(const at::Tensor& sum, const at::Tensor& rows, const at::Tensor& ids, int64_t padding_row) {
   const int64_t* const id = ids.const_data_ptr<int64_t>();
+  std::vector<int64_t> order;
   for (int64_t i = 0; i < ids.numel(); ++i) {
     require(id[i] >= 0 && id[i] < sum.size(0), "embedding: id ", id[i], " of token ", i, " is no row of ", sum.size(0));
+    if (id[i] != padding_row) order.push_back(i);
   }
-  const cpu::EmbeddingGradient args{input(rows), id, ids.numel(), sum.size(1), padding_row, floats(sum)};
+  std::ranges::stable_sort(order, {}, [&](int64_t i) { return id[i]; });
+  const cpu::EmbeddingGradient args{input(rows), id, order.data(), static_cast<int64_t>(order.size()), sum.size(1), output(sum)};
   parallel_for(0, args.dim, std::max<int64_t>(64, grain(args.count)), [&](int64_t begin, int64_t end) { cpu::loops().embedding_gradient(args, begin, end); });
 }
 
