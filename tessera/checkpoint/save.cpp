@@ -68,9 +68,9 @@ void refuse_to_replace_another_model(const fs::path& folder, const CheckpointSta
   }
   if (!state.run.holds(there->run, there->step)) return;  // which is set aside
   const auto refuse = [&](const std::string& what) {
-    throw ConfigError(
-        detail::concat("checkpoint: ", folder.string(), ": holds another model at this step, ", what,
-                       ", and would be replaced; give each model of several (generator and critic, a model and its average) a folder of its own"));
+    throw ConfigError(detail::concat("checkpoint: ", folder.string(), ": holds another model at this step, ", what,
+                                     ", and would be replaced; give each model of several (generator and critic, a model and its average) a folder of its own, "
+                                     "and take another folder, or remove this step, where an earlier run wrote it"));
   };
   for (const auto& held : state.tensors) {
     if (!held.slice.name.starts_with("model.")) continue;
@@ -80,7 +80,9 @@ void refuse_to_replace_another_model(const fs::path& folder, const CheckpointSta
       refuse(detail::concat("whose '", held.slice.name, "' is ", at::IntArrayRef(known->second.shape), " for ", at::IntArrayRef(held.slice.shape)));
     }
   }
-  if (!there->optimizer.empty() && state.optimizer.empty()) refuse("with its optimizer's state, where this save has none");
+  if (there->optimizer.empty() != state.optimizer.empty()) {
+    refuse(state.optimizer.empty() ? "with its optimizer's state, where this save has none" : "without an optimizer's state, where this save has one");
+  }
 }
 
 /// Makes the empty folder on rank 0, and tells every rank what every rank holds.

@@ -84,17 +84,18 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   /// Weights may be loaded between the wrapping and the first step, and on some ranks alone.
   void compare(bool written) override {
     parameter_writes_.clear();  // gradients are all ranks' now, and an optimizer may take them
-    if (!active() || options_.replicas == ReplicaStart::Trust || (was_compared_ && !written)) return;
+    if (!active() || options_.replicas == ReplicaStart::Trust || (was_compared_ && !written && !again_)) return;
     const std::string name = site("start");
     const comm::CallSite scope(name);
     compare_replicas(own_parameters(), group_, "data parallelism",
-                     written
+                     written || again_
                          ? "on some rank it was written after a backward pass under no_sync(): an optimizer's step took gradients that were of that rank "
                            "alone, or other values were loaded than elsewhere. Let a pass without no_sync() complete gradients before each step, the last of "
                            "an epoch too, and load the same on every rank (ReplicaStart::Trust: who writes parameters there vouches)"
                          : "");
     was_compared_ = true;
     written_ = false;
+    again_ = written;
   }
 
   void end_pass(bool last, bool complete) override {
@@ -308,6 +309,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   std::vector<size_t> references_;        ///< per bucket: of our own to its memory
   nn::ParameterWrites parameter_writes_;  ///< since a pass that left gradients of this rank alone
   bool written_ = false;                  ///< there were such, and replicas have not been compared since
+  bool again_ = false;                    ///< equal weights may hide that moments have parted, which the next update shows
   bool was_compared_ = false;             ///< when the first step was complete
   GradientChannel channel_{group_, statistics_};
   std::vector<std::unique_ptr<BucketReduction>> reductions_;  ///< per bucket; null where nothing is under way

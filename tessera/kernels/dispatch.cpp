@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/sort.h>
@@ -10,6 +9,7 @@
 
 #include "tessera/core/autograd_function.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/kernels/consecutive.h"
 #include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/reference.h"
@@ -135,8 +135,7 @@ at::Tensor choose_tokens(const at::Tensor& scores, int64_t tokens_each) {
   if (tokens == 0) return chosen;
   require(tokens_each >= 1 && tokens_each <= tokens, "choose_tokens: tokens_each = ", tokens_each, " of ", tokens, " tokens; expected 1 to that");
   const at::Tensor sorted = std::get<1>(at::sort(scores.detach(), /*stable=*/true, /*dim=*/0, /*descending=*/true));
-  at::Tensor names = at::empty({experts}, options);
-  at::arange_out(names, experts);
+  const at::Tensor names = consecutive(0, experts, scores.device());
   return chosen.scatter_(0, sorted.narrow(0, 0, tokens_each), names.expand({tokens_each, experts}));
 }
 

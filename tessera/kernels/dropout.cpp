@@ -1,13 +1,13 @@
 #include "tessera/kernels/dropout.h"
 
 #include <ATen/ops/add.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <torch/library.h>
 
 #include "tessera/core/autograd_function.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/kernels/consecutive.h"
 #include "tessera/kernels/half.h"
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/reference.h"
@@ -58,7 +58,7 @@ TORCH_LIBRARY_FRAGMENT(tessera, m) { m.def("dropout(Tensor x, float p, int key, 
 TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) { m.impl("dropout", mask); }
 
 at::Tensor dropout_rows(const at::Tensor& sample_positions, int64_t sequence_offset, int64_t sequence_length, int64_t sequence_total) {
-  return dropout_rows(sample_positions, at::arange(sequence_offset, sequence_offset + sequence_length, sample_positions.options()), sequence_total);
+  return dropout_rows(sample_positions, consecutive(sequence_offset, sequence_length, sample_positions.device()), sequence_total);
 }
 
 at::Tensor dropout_rows(const at::Tensor& sample_positions, const at::Tensor& columns, int64_t sequence_total) {

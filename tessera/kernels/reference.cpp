@@ -5,6 +5,7 @@
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/once_differentiable.h"
 #include "tessera/core/rng.h"
+#include "tessera/kernels/consecutive.h"
 #include "tessera/kernels/loss_terms.h"
 #include "tessera/kernels/widen.h"
 
@@ -64,7 +65,7 @@ namespace {
 /// What each row's target expects of these columns, which are some of `parts.total`: [T, V].
 at::Tensor expected_share(const at::Tensor& x, const at::Tensor& labels, const VocabularyParts& parts, const CrossEntropyOptions& options) {
   const LossTerms terms = loss_terms(options, parts.total);
-  const at::Tensor columns = at::arange(parts.first, parts.first + x.size(1), labels.options());
+  const at::Tensor columns = consecutive(parts.first, x.size(1), labels.device());
   return (labels.unsqueeze(1) == columns).to(x.scalar_type()) * terms.label + terms.each;
 }
 

@@ -1,5 +1,6 @@
 #include <ATen/ATen.h>
 
+#include "tessera/kernels/consecutive.h"
 #include "tessera/kernels/reference.h"
 
 namespace tessera::kernels::reference {
@@ -12,18 +13,18 @@ Dispatch dispatch(const at::Tensor& chosen, int64_t experts, int64_t capacity, i
   const int64_t tokens = chosen.size(0), choices = chosen.size(1);
   // First choices of all tokens, then second ones: how many of the same expert come before says who is dropped.
   const at::Tensor ranked = chosen.t().reshape({-1});
-  const at::Tensor taken = (ranked.unsqueeze(1) == at::arange(experts, chosen.options())).to(at::kLong);
+  const at::Tensor taken = (ranked.unsqueeze(1) == consecutive(0, experts, chosen.device())).to(at::kLong);
   const at::Tensor before = (taken.cumsum(0) * taken).sum(1) - 1;
   const at::Tensor kept = ranked.ge(0).bitwise_and(before < capacity).view({choices, tokens}).t();
   const at::Tensor expert = at::where(kept, chosen, at::full({}, experts, chosen.options())).reshape({-1});
   const at::Tensor sorted = std::get<1>(at::sort(expert, /*stable=*/true, /*dim=*/0, /*descending=*/false));
-  const at::Tensor counts = (expert.unsqueeze(1) == at::arange(experts, chosen.options())).sum(0);
-  const at::Tensor used = at::arange(tokens * choices, chosen.options()) < counts.sum();
+  const at::Tensor counts = (expert.unsqueeze(1) == consecutive(0, experts, chosen.device())).sum(0);
+  const at::Tensor used = consecutive(0, tokens * choices, chosen.device()) < counts.sum();
   at::Tensor order = at::full({places}, -1, chosen.options());
   const int64_t common = std::min(places, tokens * choices);
   order.narrow(0, 0, common).copy_(at::where(used, sorted, at::full({}, -1, chosen.options())).narrow(0, 0, common));
   at::Tensor slots = at::empty({tokens * choices}, chosen.options());
-  slots.scatter_(0, sorted, at::where(used, at::arange(tokens * choices, chosen.options()), at::full({}, -1, chosen.options())));
+  slots.scatter_(0, sorted, at::where(used, consecutive(0, tokens * choices, chosen.device()), at::full({}, -1, chosen.options())));
   return {slots.view({tokens, choices}), order, counts};
 }
 

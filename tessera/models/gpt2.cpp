@@ -3,6 +3,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 
 #include "tessera/core/error.h"
+#include "tessera/kernels/consecutive.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/sample_scope.h"
@@ -51,7 +52,7 @@ Gpt2Impl::Gpt2Impl(const ModelConfig& config)
 at::Tensor Gpt2Impl::embed(const at::Tensor& tokens, const TokenPlaces& places) {
   require(places.positions || tokens.size(1) <= max_seq_len(), "a sequence of ", tokens.size(1), " tokens is longer than model.max_seq_len = ", max_seq_len(),
           "; raise it, or shorten the sequence");
-  const at::Tensor positions = places.positions ? *places.positions : nn::consecutive(0, tokens.size(1), tokens.device());
+  const at::Tensor positions = places.positions ? *places.positions : kernels::consecutive(0, tokens.size(1), tokens.device());
   return dropout_(embed_tokens_(tokens) + embed_positions_(positions));
 }
 

@@ -11,6 +11,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
+#include "tessera/kernels/consecutive.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/attention.h"
 #include "tessera/nn/sample_scope.h"
@@ -223,6 +224,6 @@ KvCache::Reading::Reading(KvCache& cache, int place, int64_t begin, int64_t colu
 
 KvCache::Reading::~Reading() { cache_.state_->place = -1; }
 
-at::Tensor KvCache::Reading::positions(at::Device device) const { return nn::consecutive(begin_, columns_, device); }
+at::Tensor KvCache::Reading::positions(at::Device device) const { return kernels::consecutive(begin_, columns_, device); }
 
 }  // namespace tessera

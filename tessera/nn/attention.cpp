@@ -16,6 +16,7 @@
 #include "tessera/core/once_differentiable.h"
 #include "tessera/kernels/attention.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/kernels/consecutive.h"
 #include "tessera/kernels/products.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/column_order.h"
@@ -69,7 +70,7 @@ namespace {
 /// [1 or B, 1, S, L]: which keys a query sees.
 at::Tensor visible_keys(int64_t queries, int64_t keys, const AttentionReach& reach, const std::optional<at::Tensor>& positions,
                         const std::optional<at::Tensor>& document_ids, at::Device device) {
-  const at::Tensor places = positions ? *positions : consecutive(0, keys, device);
+  const at::Tensor places = positions ? *positions : kernels::consecutive(0, keys, device);
   const at::Tensor own = places.narrow(0, keys - queries, queries).unsqueeze(1), others = places.unsqueeze(0);
   at::Tensor visible = own.ge(others);
   if (!reach.causal) visible = at::ones_like(visible);

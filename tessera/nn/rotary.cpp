@@ -7,6 +7,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/kernels/consecutive.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/sample_scope.h"
 
@@ -31,10 +32,10 @@ std::pair<at::Tensor, at::Tensor> RotaryEmbeddingImpl::forward(int64_t columns, 
     const MemoryScope scope(MemoryCategory::Other);
     const c10::InferenceMode plain(false);
     const at::NoGradGuard no_grad;
-    const at::Tensor even = consecutive(0, head_dim_ / 2, device).mul_(2).to(at::kFloat);
+    const at::Tensor even = kernels::consecutive(0, head_dim_ / 2, device).mul_(2).to(at::kFloat);
     frequencies_ = at::pow(theta_, even / static_cast<double>(head_dim_)).reciprocal();
     cos_ = sin_ = at::Tensor();
-    if (!positions) std::tie(cos_, sin_) = angles(consecutive(0, max_seq_len_, device));
+    if (!positions) std::tie(cos_, sin_) = angles(kernels::consecutive(0, max_seq_len_, device));
   }
   if (positions) return angles(*positions);
   return {cos_.narrow(0, 0, columns), sin_.narrow(0, 0, columns)};

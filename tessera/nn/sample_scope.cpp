@@ -5,11 +5,11 @@
 #include <utility>
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 
 #include "tessera/core/ambient.h"
 #include "tessera/core/error.h"
+#include "tessera/kernels/consecutive.h"
 #include "tessera/kernels/dropout.h"
 
 namespace tessera::nn {
@@ -24,7 +24,7 @@ uint64_t draw_from_libtorch() {
 }
 
 at::Tensor make_rows(const SampleContext& context, int64_t batch, int64_t columns, at::Device device) {
-  const at::Tensor samples = consecutive(context.first_sample, batch, device);
+  const at::Tensor samples = kernels::consecutive(context.first_sample, batch, device);
   if (context.positions.defined()) return kernels::dropout_rows(samples, context.positions.narrow(0, context.first_column, columns), context.seq_len);
   const int64_t seq_len = context.seq_len > 0 ? context.seq_len : context.first_column + columns;
   return kernels::dropout_rows(samples, context.first_column, columns, seq_len);
@@ -58,10 +58,5 @@ at::Tensor SampleScope::token_rows(int64_t batch, int64_t columns, at::Device de
 }
 
 uint64_t MaskKeys::next() { return Noted::next(draw_from_libtorch); }
-
-at::Tensor consecutive(int64_t first, int64_t count, at::Device device) {
-  at::Tensor out = at::empty({count}, at::TensorOptions(at::kLong).device(device));
-  return at::arange_out(out, first, first + count, 1);
-}
 
 }  // namespace tessera::nn

@@ -56,8 +56,4 @@ class MaskKeys : public Noted<uint64_t> {
   static uint64_t next();
 };
 
-/// first, first + 1, ... as int64 [count]. Memory is asked for first: where at::arange makes a tensor grow on meta, no allocator hears of it, and a dry
-/// run would miss it.
-at::Tensor consecutive(int64_t first, int64_t count, at::Device device);
-
 }  // namespace tessera::nn

@@ -67,8 +67,9 @@ std::vector<Choice> stages(const Config& config, int world) {
 
 /// What makes of another batch.micro_size another training run; empty where nothing does.
 std::string bound_to_micro_size(const Config& config) {
-  if (config.mesh.pp > 1 && is_asynchronous(config.pipeline.schedule))
-    return "pipeline.schedule = " + config.pipeline.schedule;  // of whose updates it is the batch
+  if (config.mesh.pp != 1 && is_asynchronous(config.pipeline.schedule)) {  // -1 takes what is left
+    return "pipeline.schedule = " + config.pipeline.schedule;              // of whose updates it is the batch
+  }
   return terms_of_a_micro_batch(config);
 }
 

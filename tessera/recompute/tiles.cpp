@@ -12,6 +12,7 @@
 #include <ATen/ops/tensor.h>
 
 #include "tessera/core/error.h"
+#include "tessera/kernels/consecutive.h"
 #include "tessera/kernels/grouped_linear.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/attach.h"
@@ -84,7 +85,7 @@ class Tiles final : public nn::Interceptor {
     std::vector<at::Tensor> columns;
     for (int rank = 0; rank < parts_.ranks; ++rank) {
       const int64_t first = here.first_column + chunk(whole, parts_.ranks, rank).first + begin;
-      columns.push_back(nn::consecutive(first, chunk(positions, parts_.ranks, rank).second, x.device()));
+      columns.push_back(kernels::consecutive(first, chunk(positions, parts_.ranks, rank).second, x.device()));
     }
     const at::Tensor lie = at::cat(columns);
     here.positions = here.positions.defined() ? here.positions.index_select(0, lie) : lie;

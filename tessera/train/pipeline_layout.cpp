@@ -135,7 +135,10 @@ std::vector<int> placement(const PipelineConfig& config, int ranks) {
 }
 
 /// FLOPs of each link of the model, forward and backward, as if it were a stage by itself.
-std::vector<double> costs_of_links(const Config& config) {
+/// Whose stages are not known yet: what the ranks may keep, each by recompute.budget_bytes, is shared out among all layers.
+std::vector<double> costs_of_links(const Config& asked, int ranks) {
+  Config config = asked;
+  config.recompute.budget_bytes *= ranks;
   PipelineLayout single;
   for (int64_t link = 0; link < config.model.layers + 2; ++link) {
     single.links.push_back({link, link + 1});
@@ -205,7 +208,7 @@ PipelineLayout pipeline_layout(const Config& config, int ranks) {
   const std::vector<std::string> links = link_names(config.model);
   // A wish for more stages than links is refused alike.
   const bool by_cost = config.pipeline.split == std::vector<std::string>{"cost"} && stages <= std::ssize(links);
-  const auto runs = by_cost ? pipeline::split_by_cost(costs_of_links(config), stages) : pipeline::split_chain(links, stages, config.pipeline.split);
+  const auto runs = by_cost ? pipeline::split_by_cost(costs_of_links(config, ranks), stages) : pipeline::split_chain(links, stages, config.pipeline.split);
   for (const auto& [begin, end] : runs) layout.links.push_back({begin, end});
   return layout;
 }

@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function.h>
 
+#include "tessera/kernels/consecutive.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/router.h"
 #include "tessera/nn/sample_scope.h"
@@ -38,7 +39,7 @@ at::Tensor positions_of(int64_t tokens, int64_t samples) {
   const nn::SampleContext& context = nn::SampleScope::current();
   const int64_t columns = tokens / samples, first = context.first_column;
   if (context.positions.defined()) return context.positions.narrow(0, first, columns);
-  return columns == context.seq_len ? at::Tensor() : nn::consecutive(first, columns, at::kCPU);
+  return columns == context.seq_len ? at::Tensor() : kernels::consecutive(first, columns, at::kCPU);
 }
 
 class ChoiceRecorder : public nn::Interceptor {

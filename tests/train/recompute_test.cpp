@@ -3,8 +3,8 @@
 #include "tessera/nn/operators.h"
 #include "tessera/precision/policy.h"
 #include "tessera/recompute/budget.h"
-#include "tessera/train/flop_rates.h"
 #include "tessera/train/compose.h"
+#include "tessera/train/flop_rates.h"
 #include "tessera/train/recompute_blocks.h"
 #include "tessera/train/stage_costs.h"
 #include "tests/train/fixture.h"
@@ -241,6 +241,7 @@ TEST(RecomputeMemory, ABudgetIsThatOfEachRankOfAPipeline) {
     check_modules(given, mesh_shape(given.mesh, given.zero.stage, 2));
   };
   EXPECT_NO_THROW(check(inputs));
+  EXPECT_NO_THROW(pipeline_layout(parsed({kFull, "pipeline.split=[\"cost\"]", "recompute.budget_bytes=" + std::to_string(inputs)}), 2));
   EXPECT_THROW(check(inputs - 1), ConfigError);
 }
 

@@ -2,6 +2,7 @@
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/testing.h"
+#include "tessera/kernels/consecutive.h"
 #include "tessera/models/parallel_plans.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/attention.h"
@@ -67,7 +68,7 @@ void set_precision(LanguageModel& model, Stream stream) {
 /// Attention's core in plain operators.
 struct Unfused : nn::Interceptor {
   nn::Values call(nn::Module&, nn::Values inputs, const nn::Next&) override {
-    const at::Tensor q = inputs[0].toTensor(), places = nn::consecutive(0, q.size(1), q.device());
+    const at::Tensor q = inputs[0].toTensor(), places = kernels::consecutive(0, q.size(1), q.device());
     const at::Tensor visible = places.unsqueeze(1).ge(places.unsqueeze(0)).unsqueeze(0).unsqueeze(0);
     return {nn::masked_attention(q, inputs[1].toTensor(), inputs[2].toTensor(), visible)};
   }

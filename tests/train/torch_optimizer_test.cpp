@@ -480,6 +480,8 @@ TEST(TorchOptimizerCheckpoints, RefuseAnotherModelInThePlaceOfOne) {
     net.update(optimizer, 0);
     EXPECT_NO_THROW(save()) << "the model itself, with state that it had not before";
     EXPECT_NO_THROW(checkpoint::save(folder.path(), 2, average, world.group())) << "at another step";
+    EXPECT_THAT([&] { checkpoint::save(folder.path(), 2, net, optimizer, world.group()); },
+                ::testing::ThrowsMessage<Error>(HasSubstr("without an optimizer's state, where this save has one")));
   });
 }
 
