@@ -103,7 +103,7 @@ std::vector<std::string> settings_without_effect_on_reading(const Config& config
 std::vector<std::string> settings_without_effect(const Config& config, int world_size) {
   Config defaults;
   defaults.data.seed = config.run.seed;
-  defaults.optim.momentum = momentum_of(defaults.optim);  // as a saved configuration, which gives every key, has it
+  defaults.optim.momentum = momentum_of(defaults.optim);  // which asks for nothing
   std::vector<std::string> idle;
   for (const auto& dependence : dependences(config, world_size)) {
     if (!dependence.idle) continue;

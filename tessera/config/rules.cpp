@@ -417,7 +417,6 @@ void resolve(Config& config) {
   for (const auto& [key, places] : {std::pair{"offload.gradients", &offload.gradients}, {"offload.optimizer", &offload.optimizer}}) {
     if (!offload.params.by_pattern.empty() && !config.given.contains(key) && places->is("device")) *places = offload.params;
   }
-  config.optim.momentum = momentum_of(config.optim);
   if (config.data.cache_dir.empty()) config.data.cache_dir = default_cache_dir();
   if (config.log.dir.empty()) config.log.dir = (std::filesystem::current_path() / "runs" / config.name).string();
 }

@@ -9,6 +9,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/backward_pass.h"
 #include "tessera/nn/module.h"
+#include "tessera/nn/saved_tensors.h"
 
 // The gradient of a call's output arrives before anything of the call runs backward: the last moment to gather its unit, and the proof that all that was called
 // later is done. A hook on parameters would come too late for the one, and on each rank at another time for the other. In backward a call is a recomputation,
@@ -112,6 +113,11 @@ void CallTrigger::enter(size_t owner) {
   if (*depth_ == 0) {
     require(!step_.aborted() || !step_.driven(), "fully_shard: a backward pass of this step ended by an exception; call begin_step before the next forward");
     step_.recover();
+  }
+  // What a recomputed module ends with may owe nothing to any unit (dropout behind a cut layer): it is computed again before a hook of ours has run.
+  if (*depth_ == 0 && nn::recomputing() && nn::backward_pass() >= 0) {
+    step_.begin_backward();
+    begin_backward();
   }
   const bool outermost = *depth_ == 0 && !step_.in_backward();
   if (outermost) {

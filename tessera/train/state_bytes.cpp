@@ -4,6 +4,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include "tessera/config/optim_groups.h"
 #include "tessera/kernels/adam8bit.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/models/flops.h"
@@ -22,7 +23,7 @@ BytesPerParameter bytes_of_trained(const Config& config, const OptimConfig& opti
     const double average = optim.state_dtype == "bf16" ? bytes(at::kBFloat16) : master;
     if (optim.name == "adamw") return 2 * average;
     if (optim.name == "adam8bit") return 2 + 8.0 / kernels::kAdam8bitBlock;
-    return optim.name == "lion" || optim.name == "muon" || optim.momentum > 0 ? average : 0;
+    return optim.name == "lion" || optim.name == "muon" || momentum_of(optim) > 0 ? average : 0;
   };
   return {.weight = bytes(policy.params),
           .gradient = bytes(policy.gradient_dtype().value_or(policy.params)),

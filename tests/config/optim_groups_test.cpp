@@ -49,11 +49,15 @@ TEST(Settings, MomentumIsTheOptimizersOwnWhereNobodyGivesOne) {
     resolve(config);
     return config;
   };
-  EXPECT_EQ(resolved({}).optim.momentum, 0);
-  EXPECT_EQ(resolved({"optim.name=muon"}).optim.momentum, 0.95);
-  EXPECT_EQ(resolved({"optim.name=muon", "optim.momentum=0"}).optim.momentum, 0) << "given, it is what was given";
+  EXPECT_EQ(momentum_of(resolved({}).optim), 0);
+  EXPECT_EQ(momentum_of(resolved({"optim.name=muon"}).optim), 0.95);
+  EXPECT_EQ(momentum_of(resolved({"optim.name=muon", "optim.momentum=0"}).optim), 0) << "given, it is what was given";
   EXPECT_EQ(momentum_of({.name = "muon"}), 0.95);
-  EXPECT_THAT(settings_without_effect(resolved({"optim.momentum=0"}), 1), ::testing::IsEmpty()) << "as every saved configuration has it";
+  EXPECT_THAT(settings_without_effect(resolved({"optim.momentum=0"}), 1), ::testing::IsEmpty()) << "which asks for nothing";
+
+  Config read = parse_config(to_toml(resolved({})), "/", {"optim.name=muon"});
+  resolve(read);
+  EXPECT_EQ(momentum_of(read.optim), 0.95) << "what AdamW was run with says nothing of Muon's";
 }
 
 TEST(Settings, GroupsTakeTheirFactorAlongTheSchedule) {

@@ -1,4 +1,15 @@
+#include "tessera/recompute/recompute.h"
+
+#include <string>
+#include <vector>
+
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/optim/sgd.h>
+
 #include "tessera/comm/testing.h"
+#include "tessera/fsdp/fully_shard.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/layers.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/operators.h"
 #include "tessera/precision/policy.h"
@@ -7,6 +18,8 @@
 #include "tessera/train/flop_rates.h"
 #include "tessera/train/recompute_blocks.h"
 #include "tessera/train/stage_costs.h"
+#include "tests/nn/net.h"
+#include "tests/test_device.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -96,6 +109,67 @@ TEST_F(RecomputeRun, HasTheSameBitsUnderSharding) {
   expect_same_bits("llama", few({"zero.stage=3", "zero.wrap=layers.*.*"}), 2);  // units inside of what is recomputed
   expect_same_bits("llama", few({"zero.stage=2", "zero.accumulate=whole"}), 2);
   expect_same_bits("llama", few({"zero.stage=3", "precision.params=bf16", "precision.compute=bf16"}), 2);
+}
+
+/// What a stage ends with belongs to no unit: dropout behind the last block, computed again before backward has come to a unit.
+TEST_F(RecomputeRun, HasTheSameBitsWhereAStageEndsBetweenUnits) {
+  expect_same_bits("gpt2",
+                   few({"model.layers=4", "zero.stage=3", "zero.wrap=layers.0", "mesh.pp=2", "mesh.tp=2", "tensor.overlap=true", "model.dropout=0.1",
+                        "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}),
+                   4);
+}
+
+/// tanh(w2 tanh(w1 x)): the last thing that backward asks for is no unit's.
+struct BareEndImpl : nn::Module {
+  BareEndImpl() {
+    register_module("w1", w1);
+    register_module("w2", w2);
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::tanh(w2(at::tanh(w1(x)))); }
+  nn::Linear w1{5, 5}, w2{5, 5};
+};
+TESSERA_MODULE(BareEnd);
+
+struct BareEndsImpl : nn::Module {
+  BareEndsImpl() {
+    register_module("layers", layers);
+    for (auto* each : {&a, &b}) layers->push_back(each->ptr());
+    nn::assign_paths(*this);
+    testing_support::fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return b(a(x)); }
+  torch::nn::ModuleList layers;
+  BareEnd a, b;
+};
+TESSERA_MODULE(BareEnds);
+
+TEST(RecomputeLoop, EndsBetweenUnitsInAPlainLoop) {
+  std::vector<at::Tensor> expected;
+  for (const int ranks : {1, 2, 3}) {
+    comm::run_ranks(ranks, [&](comm::World& world) {
+      BareEnds model;
+      model->to(testing_support::test_device());
+      const auto again = recompute(model);
+      const auto sharded = fully_shard(model, world.group(), {.wrap = "layers.*.*"});
+      torch::optim::SGD sgd(model->parameters(), 0.5);
+      const auto [begin, rows] = chunk(6, world.size(), world.rank());
+      for (int step = 0; step < 3; ++step) {
+        sgd.zero_grad();
+        for (int micro = 0; micro < 2; ++micro) {
+          const auto held = micro == 0 ? sharded->no_sync() : Attachment();
+          const at::Tensor x = testing_support::random_tensor({6, 5}, std::to_string(2 * step + micro)).to(testing_support::test_device());
+          model(x.narrow(0, begin, rows)).sum().backward();
+        }
+        sgd.step();
+      }
+      unshard(model);
+      if (world.rank() > 0) return;
+      std::vector<at::Tensor> weights;
+      for (const at::Tensor& weight : model->parameters()) weights.push_back(weight.detach().cpu());
+      if (ranks == 1) expected = weights;
+      EXPECT_LT(testing_support::largest_difference(weights, expected), 1e-5) << ranks << " ranks";
+    });
+  }
 }
 
 TEST_F(RecomputeRun, CountsWhatItRunsAgainOnAllRanks) {
