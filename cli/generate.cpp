@@ -6,7 +6,9 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cli/commands.h"
@@ -57,8 +59,8 @@ class Printer {
     std::string title, prompt;
     std::optional<int32_t> last{};  ///< of the prompt's ids
   };
-  Printer(const data::Tokenizer& tokenizer, std::vector<Text> texts, int64_t max_tokens, std::optional<int64_t> end_of_text)
-      : tokenizer_(tokenizer), max_tokens_(max_tokens), end_of_text_(end_of_text) {
+  Printer(const data::Tokenizer& tokenizer, std::vector<Text> texts, int64_t max_tokens, std::set<int64_t> ends)
+      : tokenizer_(tokenizer), max_tokens_(max_tokens), ends_(std::move(ends)) {
     for (const Text& text : texts)
       texts_.push_back({.waiting = (texts.size() > 1 ? text.title + "\n" : "") + text.prompt, .decoder = data::StreamDecoder(tokenizer, text.last)});
     write();
@@ -66,8 +68,10 @@ class Printer {
 
   void token(size_t number, int64_t token) {
     Made& text = texts_[number];
-    text.ended = ++text.tokens == max_tokens_ || token == end_of_text_;
-    if (token < tokenizer_.vocab_size()) text.waiting += text.decoder.add(static_cast<int32_t>(token));  // ids of the model beyond those stand for nothing
+    const bool end = ends_.contains(token);
+    text.ended = ++text.tokens == max_tokens_ || end;
+    const bool stands_for_text = !end && token < tokenizer_.vocab_size();  // ids of the model beyond those stand for nothing
+    if (stands_for_text) text.waiting += text.decoder.add(static_cast<int32_t>(token));
     if (text.ended) text.waiting += text.decoder.finish();
     write();
   }
@@ -95,7 +99,7 @@ class Printer {
 
   const data::Tokenizer& tokenizer_;
   int64_t max_tokens_;
-  std::optional<int64_t> end_of_text_;
+  std::set<int64_t> ends_;
   std::vector<Made> texts_;
   size_t now_ = 0;  ///< that is written
 };
@@ -140,6 +144,13 @@ Settings flag_settings(const GenerateFlags& flags) {
           {"--top-p", format_float(flags.sample.top_p)}};
 }
 
+/// Files say it, of which each host may have its own; ranks that take another end would wait for each other.
+Settings::value_type ends_setting(const TextEnds& ends) {
+  std::string list;
+  for (const int64_t id : ends.ids) list += (list.empty() ? "" : ", ") + std::to_string(id);
+  return {"eos_token_id", list};
+}
+
 /// What the flags ask for: of each prompt so many samples, of which each has a seed of its own, the same beside any others.
 struct Wanted {
   std::vector<TextRequest> requests{};
@@ -177,7 +188,7 @@ int generate_text(const GenerateFlags& flags) {
   const data::Tokenizer& tokenizer = *found.tokenizer;
   const auto remarks = reading_remarks(source, flags.sets);
   const Wanted wanted = wanted_texts(flags, found);
-  const auto end_of_text = tokenizer.eos() ? std::optional<int64_t>(*tokenizer.eos()) : std::nullopt;
+  const TextEnds ends = text_ends(config, tokenizer, source.checkpoint ? &source.checkpoint->manifest : nullptr);
   const int ranks = world_size(flags.nproc);
   check_layout(config, ranks);
   const at::Device device = device_for(config.run.device, flags.nproc);
@@ -185,8 +196,10 @@ int generate_text(const GenerateFlags& flags) {
 
   say_once(remarks);
   say_once(found.remarks);
+  say_once(ends.remarks);
   Settings settings = reading_settings(source, found);
   for (auto& flag : flag_settings(flags)) settings.push_back(std::move(flag));
+  settings.push_back(ends_setting(ends));
   if (comm::read_environment().rank == 0) {
     for (size_t i = 0; i < wanted.requests.size(); i += static_cast<size_t>(flags.samples))
       say_what_is_forgotten(wanted.requests[i].prompt.size(), config.model);
@@ -203,12 +216,12 @@ int generate_text(const GenerateFlags& flags) {
     const auto loaded = load_model(source, reading_groups(config, mesh), device);
     ForwardEngine engine(loaded);
     std::optional<Printer> printer;  // every rank knows every token, and one writes it
-    if (world.rank() == 0) printer.emplace(tokenizer, wanted.texts, flags.max_tokens, end_of_text);
+    if (world.rank() == 0) printer.emplace(tokenizer, wanted.texts, flags.max_tokens, ends.ids);
     const auto print = [&](size_t text, int64_t token) {
       if (printer) printer->token(text, token);
-      return true;
+      return !ends.ids.contains(token);
     };
-    generate(engine, wanted.requests, {.max_new_tokens = flags.max_tokens, .end_of_text = end_of_text, .on_token = print});
+    generate(engine, wanted.requests, {.max_new_tokens = flags.max_tokens, .on_token = print});
   });
   return 0;
 }

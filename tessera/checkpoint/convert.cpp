@@ -137,24 +137,26 @@ class Source {
   void fill(const HuggingFaceTensor& row, at::Tensor theirs) {
     const std::string layer = row.ours.substr(0, row.ours.rfind('.') + 1);
     const bool adapted = row.ours.ends_with(".weight") && manifest_.tensors.contains("model." + layer + std::string(nn::kLoraA));
-    if (!adapted) return fill_alone(row, std::move(theirs));
+    if (!adapted) return fill_alone(row, theirs, theirs.scalar_type());
     at::Tensor sum = at::empty(row.shape, at::device(at::kCPU).dtype(at::kFloat));
-    fill_alone(row, sum);
-    theirs.copy_(sum.add_(at::mm(read(layer + std::string(nn::kLoraB)), read(layer + std::string(nn::kLoraA))), *options_.lora_scale));
+    const at::ScalarType dtype = theirs.scalar_type();
+    fill_alone(row, sum, dtype);
+    theirs.copy_(sum.add_(at::mm(read(layer + std::string(nn::kLoraB), dtype), read(layer + std::string(nn::kLoraA), dtype)), *options_.lora_scale));
   }
 
  private:
-  void fill_alone(const HuggingFaceTensor& row, at::Tensor theirs) {
+  /// `dtype`: what it is written as.
+  void fill_alone(const HuggingFaceTensor& row, at::Tensor theirs, at::ScalarType dtype) {
     if (options_.remade.contains(row.ours) && !manifest_.tensors.contains(stored_name(row))) {
       const Slice slice = row.slice_of(row.ours);
       copy_slices({Slice::whole(row.ours, row.whole_shape())}, {options_.remake(row.ours)}, slice, theirs);
     } else {
-      stored_.fill(std::move(theirs), row.slice_of(stored_name(row)));
+      stored_.fill(std::move(theirs), row.slice_of(fullest(manifest_, stored_name(row), dtype)));
     }
   }
 
-  at::Tensor read(const std::string& parameter) {
-    const std::string name = "model." + parameter;
+  at::Tensor read(const std::string& parameter, at::ScalarType dtype) {
+    const std::string name = fullest(manifest_, "model." + parameter, dtype);
     const auto& shape = manifest_.tensors.at(name).shape;
     const at::Tensor values = at::empty(shape, at::device(at::kCPU).dtype(at::kFloat));
     stored_.fill(values, Slice::whole(name, shape));
@@ -244,6 +246,14 @@ std::string dtype_text(at::ScalarType dtype) {
 }
 
 }  // namespace
+
+std::string fullest(const Manifest& manifest, const std::string& weight, at::ScalarType dtype) {
+  const std::string parameter(parameter_of(weight)), master = "optimizer.master." + parameter;
+  const auto stored = manifest.tensors.find(weight);
+  const bool as_stored = stored != manifest.tensors.end() && stored->second.dtype == dtype_name(dtype);
+  const bool ahead = manifest.tensors.contains(detail::concat("optimizer.", optim::kNextState, ".", parameter));
+  return as_stored || ahead || !manifest.tensors.contains(master) ? weight : master;
+}
 
 Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& source, const fs::path& out, const ExportOptions& options) {
   const ModelConfig model = options.upcycling ? upcycled(source, *options.upcycling) : source;

@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "tessera/checkpoint/manifest.h"
 #include "tessera/config/config.h"
 
 namespace tessera::checkpoint {
@@ -26,7 +27,7 @@ struct TextIds {
 };
 
 struct ExportOptions {
-  std::optional<at::ScalarType> dtype{};             ///< of all tensors; nothing: as stored
+  std::optional<at::ScalarType> dtype{};             ///< of all tensors, of the values that fullest() says; nothing: as stored
   int64_t max_shard_bytes = int64_t{5'000'000'000};  ///< of one file; a tensor that is larger has a file of its own
   std::optional<Upcycling> upcycling{};              ///< of a LLaMA: writes a Mixtral
   std::set<std::string> remade{};  ///< weights that the checkpoint need not hold ("layers.0.attention.wq.weight"): `remake` gives them, whole, in fp32
@@ -38,6 +39,11 @@ struct ExportOptions {
 struct Exported {
   int64_t tensors = 0, files = 0, bytes = 0;
 };
+
+/// The stored tensor that fills the stored `weight` ("model.norm.weight") for who wants it as `dtype`. Stored as that, itself; as another, its fp32 master,
+/// where there is one: that is what was trained, of which the weight is a rounding, and with which a run goes on. Where updates are delayed, masters are one
+/// update ahead of the weights, and stand in for none.
+std::string fullest(const Manifest& manifest, const std::string& weight, at::ScalarType dtype);
 
 /// Writes the weights of a checkpoint, saved in any layout, as a Hugging Face model: config.json and model.safetensors, or where that would exceed
 /// max_shard_bytes model-00001-of-0000n.safetensors with an index. A tied head is left out, as there. `model` is resolved and must be the checkpoint's. Every

@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -42,6 +44,14 @@ std::optional<std::filesystem::path> hugging_face_tokenizer(const std::filesyste
 /// Whether a folder's tokenizer puts its beginning-of-text id in front of a text: add_bos_token of `dir`/tokenizer_config.json, and where it is left out, what
 /// the class that the file names does. Without the file: no. Throws ConfigError where it is damaged.
 bool hugging_face_adds_bos(const std::filesystem::path& dir);
+
+/// The ids behind which texts of a folder's model end: eos_token_id, a number or a list, of `dir`/generation_config.json and of `dir`/config.json. Of a
+/// fine-tune some are other than its tokenizer's, and may lie beyond it. Throws ConfigError where a file is damaged.
+std::set<int64_t> hugging_face_ends(const std::filesystem::path& dir);
+
+/// What a folder adds to a tokenizer of `ids` ids, by id: those beyond of `dir`/added_tokens.json, and of added_tokens_decoder in `dir`/tokenizer_config.json.
+/// Throws ConfigError where a file is damaged.
+std::map<int64_t, std::string> hugging_face_added_tokens(const std::filesystem::path& dir, int64_t ids);
 
 /// Tells one model's weights from another's, wherever the folder lies: a hash of the names and of the first 4 KiB of each tensor. Throws ConfigError.
 std::string hugging_face_fingerprint(const std::filesystem::path& dir);

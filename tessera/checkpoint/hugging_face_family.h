@@ -37,6 +37,12 @@ class HuggingFaceConfig {
     }
   }
 
+  std::vector<std::string> keys() const {
+    std::vector<std::string> keys;
+    for (const auto& [key, value] : json_.items()) keys.push_back(key);
+    return keys;
+  }
+
   /// Whether the key is there, be it null.
   bool contains(const std::string& key) const { return json_.contains(key); }
 
@@ -85,6 +91,7 @@ const HuggingFaceFamily& mixtral_family();
 /// What a class of theirs takes for keys that a file leaves out.
 struct LlamaDefaults {
   double rope_theta = 10000, norm_eps = 1e-6;
+  std::optional<int64_t> kv_heads{};  ///< nothing: as many as heads, which null says, too
 };
 
 /// What LLaMA and the families that share its blocks have in common: the keys of config.json, and the rows of the table but for the feed-forward layers, which

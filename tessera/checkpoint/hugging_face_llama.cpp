@@ -47,7 +47,8 @@ ModelConfig read_llama_config(const HuggingFaceConfig& config, const LlamaDefaul
   model.dim = config.size("hidden_size");
   model.layers = config.size("num_hidden_layers", kMostLayers);
   model.heads = config.size("num_attention_heads");
-  model.kv_heads = config.find<int64_t>("num_key_value_heads") ? config.size("num_key_value_heads") : model.heads;
+  model.kv_heads = config.contains("num_key_value_heads") ? model.heads : absent.kv_heads.value_or(model.heads);
+  if (config.find<int64_t>("num_key_value_heads")) model.kv_heads = config.size("num_key_value_heads");
   model.ffn_dim = config.size("intermediate_size");
   model.vocab_size = config.size("vocab_size");
   model.max_seq_len = config.size("max_position_embeddings");
@@ -140,9 +141,8 @@ ModelConfig read_windowless_config(const HuggingFaceConfig& config) {
 
 /// A LLaMA with a window. What a file leaves out is what their class takes for it.
 ModelConfig read_mistral_config(const HuggingFaceConfig& config) {
-  constexpr int64_t kKeyHeads = 8, kWindow = 4096;
-  ModelConfig model = read_llama_config(config);
-  if (!config.contains("num_key_value_heads")) model.kv_heads = kKeyHeads;
+  constexpr int64_t kWindow = 4096;
+  ModelConfig model = read_llama_config(config, {.kv_heads = 8});
   model.sliding_window = read_sliding_window(config, kWindow);
   return model;
 }

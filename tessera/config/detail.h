@@ -37,6 +37,8 @@ struct is_optional<std::optional<T>> : std::true_type {};
 /// The value of "section.key" as to_toml() writes it; nothing where it is not set.
 std::optional<std::string> value_text(const Config& config, const std::string& key);
 
+/// The rules of the formats that weights are kept and multiplied in, which a model has that is only read, too. Throws ConfigError.
+void validate_formats(const PrecisionConfig& precision);
 /// The rules of precision.*, alone and beside other sections. Throws ConfigError.
 void validate_precision(const Config& config);
 

@@ -8,4 +8,9 @@ struct Config;
 /// dp_replicate (`over_replicas`, run.deterministic). Throws ConfigError.
 void validate_experts_over_ranks(const Config& config, int ranks, bool over_replicas = false);
 
+/// Experts that choose their tokens choose among all of a forward pass, which no rank has where mesh.cp (`columns`) or tensor.sequence_parallel cuts the
+/// sequence: they would choose among a part, without a word, and the loss be another. Also of a model that is only read (`reads`), whose router is what it was
+/// trained with. Throws ConfigError.
+void validate_expert_choice(const Config& config, bool columns, bool reads = false);
+
 }  // namespace tessera

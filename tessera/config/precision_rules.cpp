@@ -14,10 +14,9 @@ void stored_as(const std::string& key, const std::string& dtype, const std::stri
           key, " to one of them, and precision.compute = ", dtype);
 }
 
-/// Weights, and the copy that the optimizer updates.
-void validate_weights(const PrecisionConfig& precision) {
-  const auto& [params, compute, master] = std::tie(precision.params, precision.compute, precision.master);
-  stored_as("precision.params", params, "parameters are kept in");
+/// The copy that the optimizer updates.
+void validate_master(const PrecisionConfig& precision) {
+  const auto& [params, master] = std::tie(precision.params, precision.master);
   stored_as("precision.master", master, "masters are kept in");
   require(master == "fp32" || params != "fp32", "precision.master = ", master,
           ": a copy narrower than the parameters (precision.params = fp32) would lose what they hold; set precision.master = fp32");
@@ -25,11 +24,6 @@ void validate_weights(const PrecisionConfig& precision) {
           ": updates are rounded stochastically in bf16 only; set precision.master = fp32, or precision.params and precision.master = bf16");
   require(master == "fp32" || params == master, "precision.master = ", master, ": precision.params = ", params,
           "; without an fp32 copy both are the same tensor; set precision.master = fp32 or ", params);
-  require(params != "fp16" || compute != "auto", "precision.compute = auto: becomes bf16 or fp32 by the machine, and precision.params = fp16 would be rounded ",
-          "twice in bf16; set precision.compute = fp16, or precision.params = fp32 or bf16");
-  const bool other_half = (params == "bf16" && compute == "fp16") || (params == "fp16" && (compute == "bf16" || compute == "fp8"));
-  require(!other_half, "precision.compute = ", compute, ": precision.params = ", params,
-          " would be rounded twice, to formats that do not hold each other; set ", "precision.params = fp32, or one 16-bit format for both");
 }
 
 void validate_reduce(const Config& config) {
@@ -69,8 +63,19 @@ void validate_loss_scale(const Config& config) {
 
 }  // namespace
 
+void validate_formats(const PrecisionConfig& precision) {
+  const auto& [params, compute] = std::tie(precision.params, precision.compute);
+  stored_as("precision.params", params, "parameters are kept in");
+  require(params != "fp16" || compute != "auto", "precision.compute = auto: becomes bf16 or fp32 by the machine, and precision.params = fp16 would be rounded ",
+          "twice in bf16; set precision.compute = fp16, or precision.params = fp32 or bf16");
+  const bool other_half = (params == "bf16" && compute == "fp16") || (params == "fp16" && (compute == "bf16" || compute == "fp8"));
+  require(!other_half, "precision.compute = ", compute, ": precision.params = ", params,
+          " would be rounded twice, to formats that do not hold each other; set ", "precision.params = fp32, or one 16-bit format for both");
+}
+
 void validate_precision(const Config& config) {
-  validate_weights(config.precision);
+  validate_formats(config.precision);
+  validate_master(config.precision);
   require(config.precision.master != "bf16" || !uses_optimizer(config.optim, {"adafactor", "adam8bit", "muon"}),
           "precision.master = bf16: optim.name = ", config.optim.name, config.optim.groups.empty() ? "" : ", or that of one of optim.groups,",
           " has no update with stochastic rounding; set precision.master = fp32, or optim.name = adamw, lion or sgd");

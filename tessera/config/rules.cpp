@@ -339,6 +339,17 @@ void validate_recompute(const Config& config) {
           "recompute.segment = 0");
 }
 
+/// What gives a rank a part of each sequence, and how nothing does.
+struct CutSequence {
+  bool any = false;
+  std::string by, without;
+};
+
+CutSequence cut_sequence(const Config& config, bool columns) {
+  if (columns) return {.any = true, .by = "mesh.cp", .without = "mesh.cp = 1"};
+  return {.any = config.tensor.sequence_parallel, .by = "tensor.sequence_parallel", .without = "tensor.sequence_parallel = false"};
+}
+
 void validate_mesh(const Config& config, const std::vector<std::pair<std::string, int>>& axes) {
   int64_t regrouped = 1;
   for (const auto& [axis, size] : axes) {
@@ -360,13 +371,10 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
   require(config.tensor.sequence_parallel || !config.tensor.keep_gathered,
           "tensor.keep_gathered = true: only tensor.sequence_parallel gathers what a layer could keep, and it is false; "
           "set tensor.sequence_parallel = true, or tensor.keep_gathered = false");
-  const std::string parts = columns ? "mesh.cp" : "tensor.sequence_parallel", whole = columns ? "mesh.cp = 1" : "tensor.sequence_parallel = false";
-  const bool in_parts = columns || config.tensor.sequence_parallel;
-  require(!in_parts || config.model.family != "mixtral" || config.model.router != "expert_choice",
-          "model.router = expert_choice: experts choose among all tokens of a forward pass, of which ", parts,
-          " gives a rank a part; set model.router = softmax or sigmoid, or ", whole);
-  require(!in_parts || config.moe.capacity_factor == 0, "moe.capacity_factor = ", config.moe.capacity_factor,
-          ": drops by the order of all tokens of a forward pass, of which ", parts, " gives a rank a part; set moe.capacity_factor = 0, or ", whole);
+  validate_expert_choice(config, columns);
+  const CutSequence cut = cut_sequence(config, columns);
+  require(!cut.any || config.moe.capacity_factor == 0, "moe.capacity_factor = ", config.moe.capacity_factor,
+          ": drops by the order of all tokens of a forward pass, of which ", cut.by, " gives a rank a part; set moe.capacity_factor = 0, or ", cut.without);
   const bool over_replicas = config.run.deterministic && config.zero.stage == 0 && !tensor && !columns;
   validate_experts_over_ranks(config, config.zero.stage > 0 ? regrouped : size_along(over_replicas ? "dp_replicate" : "tp"), over_replicas);
   if (!over_replicas || config.mesh.ep * config.mesh.expert_tp == 1) return;
@@ -376,6 +384,13 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
 }
 
 }  // namespace
+
+void validate_expert_choice(const Config& config, bool columns, bool reads) {
+  const CutSequence cut = cut_sequence(config, columns);
+  require(!cut.any || config.model.family != "mixtral" || config.model.router != "expert_choice",
+          "model.router = expert_choice: experts choose among all tokens of a forward pass, of which ", cut.by, " gives a rank a part; set ",
+          reads ? "" : "model.router = softmax or sigmoid, or ", cut.without);
+}
 
 void validate_experts_over_ranks(const Config& config, int ranks, bool over_replicas) {
   const auto& [mesh, model] = std::tie(config.mesh, config.model);
@@ -457,6 +472,7 @@ void validate_reading(const Config& config) {
   validate_model(config.model);
   validate_lora(config.lora, config.model);
   validate_quantize(config, /*trains=*/false);
+  detail::validate_formats(config.precision);
   validate_process(config);
 }
 

@@ -12,7 +12,8 @@
 #include "tessera/core/file_type.h"
 
 // Tokenizers take any bytes: what is no text would be trained on as it stands, with a loss that looks like one. So a file that begins as no text does is
-// refused. Only what cannot begin a text counts: each mark has a byte that is not UTF-8 or a control character, beside its letters.
+// refused, and so is one that unfolds to such a beginning. Only what cannot begin a text counts: each mark has a byte that is not UTF-8 or a control
+// character, beside its letters.
 
 namespace tessera::data {
 namespace {
@@ -43,12 +44,34 @@ bool is_bzip2(std::string_view begin) {
   return block.starts_with("\x31\x41\x59\x26\x53\x59"sv) || block.starts_with("\x17\x72\x45\x38\x50\x90"sv);
 }
 
+/// Behind the mark, a version of two bytes at most.
+bool is_packed_corpus(std::string_view begin) { return begin.starts_with("TESSCORP") && begin.size() >= 12 && begin.substr(10, 2) == "\0\0"sv; }
+
+/// In the first entry's header, as POSIX and GNU write it.
+bool is_tar(std::string_view begin) {
+  constexpr size_t place = 257;
+  if (begin.size() < place) return false;
+  const std::string_view mark = begin.substr(place);
+  return mark.starts_with("ustar\0"sv) || mark.starts_with("ustar  \0"sv);
+}
+
 /// What a file that begins so is, by the programs that write it; empty: it may be text.
 std::string_view packed_as(std::string_view begin) {
   for (const auto& [bytes, what] : compressed_marks) {
     if (begin.starts_with(bytes)) return what;
   }
   return is_bzip2(begin) ? "bzip2 data" : "";
+}
+
+/// `begin`: the first bytes of what is read as text, in which `is` says how they lie in the file ("is", "holds").
+void check_text(const std::string& file, std::string_view begin, std::string_view is) {
+  require(!is_packed_corpus(begin), file, ": ", is, " a packed corpus; name the text it was made from");
+  require(!is_tar(begin), file, ": ", is, " a tar archive, whose names and sizes are no text; unpack it, and name the texts in it");
+  const std::string_view packed = packed_as(begin);
+  require(packed.empty(), file, ": ", is, " ", packed, ", and a text is plain, or gzip data in a .gz; unpack it, or compress it as .gz");
+  for (const std::string_view bytes : utf16_marks) {
+    require(!begin.starts_with(bytes), file, ": ", is, " UTF-16 or UTF-32, by its first bytes, and a text is UTF-8; convert it (iconv -t UTF-8)");
+  }
 }
 
 /// `begin`: the first bytes of a file. `zipped`: its name ends in .gz or .dz.
@@ -59,11 +82,13 @@ void check_begin(const std::string& file, std::string_view begin, bool zipped) {
     return;
   }
   require(!gzip, file, ": is gzip data, which is read as such where its name ends in .gz or .dz; name it so, or unpack it");
-  const std::string_view packed = packed_as(begin);
-  require(packed.empty(), file, ": is ", packed, ", and a text is plain, or gzip data in a .gz; unpack it, or compress it as .gz");
-  for (const std::string_view bytes : utf16_marks) {
-    require(!begin.starts_with(bytes), file, ": begins as UTF-16 or UTF-32 does, and a text is UTF-8; convert it (iconv -t UTF-8)");
-  }
+  check_text(file, begin, "is");
+}
+
+/// `begin`: the first bytes that a .gz or .dz unfolds to.
+void check_inflated(const std::string& file, std::string_view begin) {
+  require(!begin.starts_with(gzip_mark), file, ": holds gzip data once more, and is unpacked once; unpack it, and name what it holds");
+  check_text(file, begin, "holds");
 }
 
 }  // namespace
@@ -74,6 +99,7 @@ struct TextReader::State {
   std::array<unsigned char, 1 << 16> buffer;
   bool compressed = false, inflating = false, in_member = false;
   int64_t read_bytes = 0;  // of the file, what lies in the buffer included
+  std::string begin;       // of what the compressed data unfolds to, looked at already and not yet given
   z_stream stream{};
 
   ~State() {
@@ -104,6 +130,13 @@ struct TextReader::State {
   }
 
   size_t read_compressed(char* out, size_t bytes) {
+    const size_t seen = std::min(bytes, begin.size());
+    std::memcpy(out, begin.data(), seen);
+    begin.erase(0, seen);
+    return seen + inflate_into(out + seen, bytes - seen);
+  }
+
+  size_t inflate_into(char* out, size_t bytes) {
     stream.next_out = reinterpret_cast<unsigned char*>(out);
     stream.avail_out = static_cast<uInt>(bytes);
     while (stream.avail_out > 0) {
@@ -141,6 +174,10 @@ TextReader::TextReader(const std::filesystem::path& file, const std::string& kno
   if (s.compressed) {
     invariant(inflateInit2(&s.stream, 15 + 16) == Z_OK, "inflateInit2");  // 15: any window; 16: gzip headers only
     s.inflating = s.in_member = true;
+    constexpr size_t looked_at = 512;  // a header of tar
+    s.begin.resize(looked_at);
+    s.begin.resize(s.inflate_into(s.begin.data(), looked_at));
+    check_inflated(s.name, s.begin);
   }
 }
 

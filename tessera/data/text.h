@@ -10,8 +10,8 @@ namespace tessera::data {
 /// Reads a text file block by block: compressed by gzip where its name ends in .gz (several members too) or .dz (dictzip, which is gzip with an index),
 /// plain otherwise.
 ///
-/// Throws ConfigError with the file, and the offset in it, where it is missing, unreadable, truncated, or damaged; and where it begins as no text does: gzip
-/// data under another name, what other programs have compressed, UTF-16.
+/// Throws ConfigError with the file, and the offset in it, where it is missing, unreadable, truncated, or damaged; and where it begins, or unfolds to what
+/// begins, as no text does: gzip data under another name, what other programs have compressed or archived, a packed corpus, UTF-16.
 class TextReader {
  public:
   /// `knob`: what named the file, for messages.

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -29,6 +31,16 @@ void take_folder_tokenizer(Config& config);
 
 /// What stands for the data in the agreement of a checkpoint; an empty object where it holds no such.
 nlohmann::json data_identity(const checkpoint::Manifest& manifest);
+
+/// Where a text that is made ends.
+struct TextEnds {
+  std::set<int64_t> ids;             ///< behind any of them
+  std::vector<std::string> remarks;  ///< to be said aloud once
+};
+
+/// The tokenizer's end-of-text id, and what the folder of model.from_hf calls ends, unless it brings another tokenizer, whose ids stand for other text. The
+/// folder of a run (`saved`: its checkpoint) may be gone by now, or damaged, and says nothing then. Throws ConfigError.
+TextEnds text_ends(const Config& config, const data::Tokenizer& tokenizer, const checkpoint::Manifest* saved);
 
 /// Opens data.tokenizer, or `named` where it is not empty. Whether its beginning-of-text id comes in front of documents, data.bos says; where it does not,
 /// `saved`, the checkpoint that is read or gone on from (null: none), or else the folder of model.from_hf. Throws ConfigError.

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/convert.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/config/expert_rules.h"
 #include "tessera/config/offload_rules.h"
@@ -147,6 +148,7 @@ ReadingLayout reading_layout(const Config& config, int world_size) {
   require(layout.tensor_ranks > 1 || !config.tensor.sequence_parallel,
           "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; leave it out, or set mesh.tp to more");
   validate_experts_over_ranks(config, layout.tensor_ranks);
+  validate_expert_choice(config, layout.column_ranks > 1, /*reads=*/true);
   if (layout.tensor_ranks > 1) check_tensor_parallel(config, layout.tensor_ranks, std::max<int64_t>(config.model.max_seq_len.value_or(1), 1));
   return layout;
 }
@@ -155,6 +157,21 @@ ReadingGroups reading_groups(const Config& config, const Mesh& mesh) {
   const MeshRoles roles = mesh_roles(config);
   return {.layers = mesh[roles.layers], .stages = pipeline_channels(mesh, roles.stages), .columns = mesh[roles.columns], .experts = expert_ranks(config, mesh)};
 }
+
+namespace {
+
+/// Weights that are wanted in another format than they were stored in are filled once more, from what they are a rounding of.
+std::vector<checkpoint::SlicedTensor> targets_in(const checkpoint::Manifest& manifest, const torch::nn::Module& model) {
+  auto targets = checkpoint::model_targets(model);
+  for (size_t i = 0, own = targets.size(); i < own; ++i) {
+    checkpoint::SlicedTensor target = targets[i];
+    target.slice.name = checkpoint::fullest(manifest, target.slice.name, target.tensor.scalar_type());
+    if (target.slice.name != targets[i].slice.name) targets.push_back(std::move(target));
+  }
+  return targets;
+}
+
+}  // namespace
 
 LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at::Device device) {
   const auto& stored = found.checkpoint;
@@ -166,7 +183,7 @@ LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at:
   const auto& [folder, manifest, config, remarks] = *found.checkpoint;
   std::vector<std::string> ignored{"optimizer.", hook_prefix};
   for (const std::string& name : quantized_weights(config)) ignored.push_back("model." + name);
-  checkpoint::load(folder, manifest, checkpoint::model_targets(*loaded.model),
+  checkpoint::load(folder, manifest, targets_in(manifest, *loaded.model),
                    {.verify = config.checkpoint.verify,
                     .expected = stored_for_others(config, manifest, loaded),
                     .ignore_prefixes = std::move(ignored),

@@ -119,6 +119,38 @@ TEST(Convert, RoundsToTheDtypeThatIsAskedFor) {
   EXPECT_EQ(read_json(folder / "hf" / "config.json")["dtype"], "bfloat16");
 }
 
+/// What was trained is the masters, of which weights in 16 bits are a rounding; unless they are one update ahead.
+TEST(Convert, WidensWeightsFromTheirMasters) {
+  const TemporaryFolder folder;
+  const auto model = small("llama", false);
+  const auto masters = draw(model);
+  Weights stored, expected = masters;
+  for (const auto& [name, master] : masters) stored[name] = master.to(at::kBFloat16);
+  const std::string delayed = "layers.1.attention.wq.weight", alone = "norm.weight";
+  expected[delayed] = stored.at(delayed).to(at::kFloat);
+  expected[alone] = stored.at(alone).to(at::kFloat);
+  comm::run_ranks(2, [&](comm::World& world) {
+    CheckpointState state;
+    state.step = 4;
+    const auto add = [&](const std::string& prefix, const std::string& name, const at::Tensor& whole) {
+      const auto [begin, size] = chunk(whole.size(0), 2, world.rank());
+      state.tensors.push_back({whole.narrow(0, begin, size), Slice::along(prefix + name, whole.sizes().vec(), 0, begin, size)});
+    };
+    for (const auto& [name, weight] : stored) {
+      add("model.", name, weight);
+      if (name != alone) add("optimizer.master.", name, masters.at(name));
+      if (name == delayed) add("optimizer.next.", name, weight);
+    }
+    save(folder.path(), state, world.group());
+  });
+  const auto checkpoint = folder / "step-00000004";
+  export_hugging_face(checkpoint, model, folder / "wide", {.dtype = at::kFloat});
+  expect_equal(folder / "wide", model, expected);
+  export_hugging_face(checkpoint, model, folder / "as-stored");
+  for (auto& [name, weight] : stored) weight = weight.to(at::kFloat);
+  expect_equal(folder / "as-stored", model, stored);
+}
+
 TEST(Convert, WritesALlamaWithAWindowAsMistral) {
   const TemporaryFolder folder;
   auto model = small("llama", false);

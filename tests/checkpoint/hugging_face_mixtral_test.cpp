@@ -133,6 +133,27 @@ TEST(HuggingFaceMixtral, ReadsTheConfiguration) {
   EXPECT_EQ(read_hugging_face_config(config).sliding_window, 6);
 }
 
+/// 8 where the key is left out, as their class takes it; null is as many as heads.
+TEST(HuggingFaceMixtral, KeyHeadsThatAreLeftOutAreTheirs) {
+  const TemporaryFolder folder;
+  fs::create_directories(folder / "hf");
+  Config config;
+  config.model.from_hf = (folder / "hf").string();
+  const auto key_heads = [&](const nlohmann::json& file) {
+    write_all(folder / "hf" / "config.json", file.dump());
+    return read_hugging_face_config(config).kv_heads.value();
+  };
+  auto file = mixtral_config();
+  file["hidden_size"] = 64;
+  file["num_attention_heads"] = 16;
+  file["num_key_value_heads"] = 4;
+  EXPECT_EQ(key_heads(file), 4);
+  file["num_key_value_heads"] = nullptr;
+  EXPECT_EQ(key_heads(file), 16);
+  file.erase("num_key_value_heads");
+  EXPECT_EQ(key_heads(file), 8);
+}
+
 TEST(HuggingFaceMixtral, StacksExpertsFromFilesOfBothKinds) {
   const Tensors tensors = mixtral_tensors();
   for (const bool of_transformers_5 : {false, true}) {

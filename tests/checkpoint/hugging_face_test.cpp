@@ -228,6 +228,32 @@ TEST(HuggingFaceTokenizer, SaysWhetherATextHasABeginning) {
   EXPECT_THAT([&] { adds({{"add_bos_token", "yes"}}); }, ThrowsMessage<ConfigError>(HasSubstr("tokenizer_config.json: add_bos_token = \"yes\"")));
 }
 
+TEST(HuggingFaceTokenizer, SaysWhereTextsEndAndWhatWasAdded) {
+  const TemporaryFolder folder;
+  const auto ends = [&] { return hugging_face_ends(folder.path()); };
+  EXPECT_THAT(ends(), testing::IsEmpty());
+  write_all(folder / "config.json", R"({"eos_token_id": 2})");
+  EXPECT_THAT(ends(), testing::ElementsAre(2));
+  write_all(folder / "generation_config.json", R"({"eos_token_id": [32000, 2, 7]})");
+  EXPECT_THAT(ends(), testing::ElementsAre(2, 7, 32000));
+  write_all(folder / "config.json", R"({"eos_token_id": null})");
+  write_all(folder / "generation_config.json", "{}");
+  EXPECT_THAT(ends(), testing::IsEmpty());
+  for (const char* wrong : {R"("</s>")", "[2, true]", "2.5", R"({"id": 2})"}) {
+    write_all(folder / "config.json", detail::concat(R"({"eos_token_id": )", wrong, "}"));
+    EXPECT_THAT([&] { ends(); }, ThrowsMessage<ConfigError>(HasSubstr("config.json: eos_token_id = "))) << wrong;
+  }
+
+  using Added = std::map<int64_t, std::string>;
+  const auto added = [&](int64_t ids) { return hugging_face_added_tokens(folder.path(), ids); };
+  EXPECT_EQ(added(0), Added{});
+  write_all(folder / "added_tokens.json", R"({"<|im_end|>": 10, "<s>": 1})");
+  write_all(folder / "tokenizer_config.json", R"({"added_tokens_decoder": {"1": {"content": "<s>"}, "11": {"content": "<pad>"}, "12": null}})");
+  EXPECT_EQ(added(10), (Added{{10, "<|im_end|>"}, {11, "<pad>"}, {12, "?"}}));
+  write_all(folder / "tokenizer_config.json", R"({"added_tokens_decoder": {"1x": {"content": "<s>"}}})");
+  EXPECT_THAT([&] { added(10); }, ThrowsMessage<ConfigError>(HasSubstr("added_tokens_decoder: '1x' is no id")));
+}
+
 TEST(LoadHuggingFace, FillsLlamaInAnyDtype) {
   for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
     const TemporaryFolder folder;

@@ -54,13 +54,19 @@ class Peft : public ::testing::Test {
     }
   }
 
-  fs::path save_by(int ranks) const {
+  /// With `rounded`, adapters are kept in bf16, beside the masters that they are a rounding of.
+  fs::path save_by(int ranks, bool rounded = false) const {
     comm::run_ranks(ranks, [&](comm::World& world) {
       CheckpointState state;
       state.step = 4;
-      for (const auto& [name, whole] : weights_) {
+      const auto add = [&](const std::string& name, const at::Tensor& whole) {
         const auto [begin, size] = chunk(whole.size(0), ranks, world.rank());
-        state.tensors.push_back({whole.narrow(0, begin, size), Slice::along("model." + name, whole.sizes().vec(), 0, begin, size)});
+        state.tensors.push_back({whole.narrow(0, begin, size), Slice::along(name, whole.sizes().vec(), 0, begin, size)});
+      };
+      for (const auto& [name, whole] : weights_) {
+        const bool has_master = rounded && name.find(".lora_") != std::string::npos;
+        add("model." + name, has_master ? whole.to(at::kBFloat16) : whole);
+        if (has_master) add("optimizer.master." + name, whole);
       }
       save(folder_.path(), state, world.group());
     });
@@ -91,6 +97,21 @@ TEST_F(Peft, WhatWasWrittenReadsBackFromAnyLayout) {
   const auto targets = adapters();
   load_peft(folder_ / "peft", model_, lora_, targets);
   for (const auto& target : targets) EXPECT_TRUE(at::equal(target.tensor, weights_.at(target.slice.name))) << target.slice.name;
+}
+
+TEST_F(Peft, AdaptersAreWidenedFromTheirMasters) {
+  draw("llama", {"attention.wq"});
+  const auto checkpoint = save_by(2, /*rounded=*/true);
+  export_peft(checkpoint, model_, lora_, folder_ / "peft", {.dtype = at::kFloat});
+  const auto targets = adapters();
+  load_peft(folder_ / "peft", model_, lora_, targets);
+  for (const auto& target : targets) EXPECT_TRUE(at::equal(target.tensor, weights_.at(target.slice.name))) << target.slice.name;
+
+  export_hugging_face(checkpoint, model_, folder_ / "merged", {.dtype = at::kFloat, .lora_scale = kAlpha / kRank});
+  const std::string wq = "layers.1.attention.wq.";
+  const at::Tensor weight = weights_.at(wq + "weight"), merged = at::empty_like(weight);
+  load_hugging_face(folder_ / "merged", model_, {{merged, Slice::whole(wq + "weight", weight.sizes().vec())}});
+  EXPECT_TRUE(at::equal(merged, weight.add(at::mm(weights_.at(wq + "lora_b"), weights_.at(wq + "lora_a")), kAlpha / kRank)));
 }
 
 TEST_F(Peft, RefusesAdaptersThatAreBroken) {

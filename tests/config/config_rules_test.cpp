@@ -366,6 +366,25 @@ TEST(Validate, ListedValuesAreThoseOfThisBuild) {
   EXPECT_THAT(refused("optim.name=adamv"), AllOf(HasSubstr("expected one of adamw, sgd, lion, adafactor, adam8bit, muon; did you mean adamw?")));
 }
 
+/// What trains besides, masters and gradients, is nothing to a reader.
+TEST(Validate, FormatsOfAModelThatIsOnlyReadAreThoseThatTrain) {
+  const auto read = [](const char* params, const char* compute, const char* master = "fp32") -> std::string {
+    Config config = good();
+    config.precision.params = params, config.precision.compute = compute, config.precision.master = master;
+    try {
+      validate_reading(config);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "(accepted)";
+  };
+  EXPECT_THAT(read("bf16", "fp16"), AllOf(StartsWith("precision.compute = fp16: precision.params = bf16 would be rounded twice"), HasSubstr("set ")));
+  EXPECT_THAT(read("fp16", "fp8"), StartsWith("precision.compute = fp8"));
+  EXPECT_THAT(read("fp16", "auto"), StartsWith("precision.compute = auto"));
+  EXPECT_THAT(read("fp8", "fp32"), StartsWith("precision.params = fp8"));
+  EXPECT_EQ(read("fp32", "bf16", "bf16"), "(accepted)");
+}
+
 TEST(Validate, AutomaticProductsKeepTheOtherRules) {
   EXPECT_EQ(refusal([](Config& c) { c.precision.compute = "auto"; }), "(accepted)");
   EXPECT_EQ(refusal([](Config& c) { c.precision.compute = "auto", c.precision.params = "bf16"; }), "(accepted)");

@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <sys/stat.h>
 
+#include "tessera/data/corpus.h"
+#include "tessera/data/sample.h"
+#include "tessera/data/tokenizer.h"
 #include "tests/data/files.h"
 
 namespace tessera::data {
@@ -68,6 +71,48 @@ TEST(Text, RefusesWhatIsNoTextWhateverItsName) {
   for (const auto& [bytes, what] : others) EXPECT_THAT(refused("book.txt", bytes), HasSubstr(what));
   // What a text may begin with stays one.
   for (const char* text : {"BZh is three letters", "BZh9", "PAR1S", "PK is two", "7z", "\xef\xbb\xbfmarked", "\x1f", "\xff"}) {
+    EXPECT_EQ(read_text(folder.write("text.txt", text)), text);
+  }
+}
+
+const std::string kPosixMark = std::string("ustar\0", 6) + "00";
+
+/// The first header of an archive: a file's name, its sizes in octal, and the mark.
+std::string tar_of(const char* name, const std::string& mark) {
+  std::string header = name;
+  header.resize(257, '\0');
+  header += mark;
+  header.resize(512, '\0');
+  return header + "text";
+}
+
+TEST(Text, RefusesWhatIsNoTextInsideOfGzipToo) {
+  Folder folder;
+  const auto refused = [&](const char* name, const std::string& bytes) { return refusal([&] { read_text(folder.write(name, gzip(bytes))); }); };
+  EXPECT_THAT(refused("book.gz", std::string("\xff\xfet\0e\0", 6)), HasSubstr("book.gz: holds UTF-16 or UTF-32, by its first bytes, and a text is UTF-8"));
+  EXPECT_THAT(refused("table.gz", std::string("PAR1\x15\0", 6)), HasSubstr("table.gz: holds a Parquet file, and a text is plain"));
+  EXPECT_THAT(refused("pile.dz", std::string("\x28\xb5\x2f\xfd\x04\x58", 6)), HasSubstr("pile.dz: holds zstd data"));
+  EXPECT_THAT(refused("twice.gz", gzip("text")), HasSubstr("twice.gz: holds gzip data once more"));
+  EXPECT_THAT(refused("corpus.bin.gz", std::string("TESSCORP\2\0\0\0", 12)), HasSubstr("holds a packed corpus; name the text it was made from"));
+  EXPECT_THAT(refused("books.tar.gz", tar_of("a.txt", kPosixMark)), HasSubstr("books.tar.gz: holds a tar archive"));
+  const std::string text = std::string("\xef\xbb\xbf") + words(100);
+  EXPECT_EQ(read_text(folder.write("marked.gz", gzip("") + gzip(text))), text) << "what was looked at is read, too";
+}
+
+TEST(Text, RefusesArchivesAndPackedCorpora) {
+  Folder folder;
+  const auto refused = [&](const std::string& bytes) { return refusal([&] { read_text(folder.write("text", bytes)); }); };
+  EXPECT_THAT(refused(tar_of("a.txt", kPosixMark)), HasSubstr("is a tar archive, whose names and sizes are no text; unpack it"));
+  EXPECT_THAT(refused(tar_of("a.txt", std::string("ustar  \0", 8))), HasSubstr("is a tar archive"));
+  const auto packed = folder / "corpus.bin";
+  const auto bytes = Tokenizer::load("byte");
+  (void)Corpus::build({folder.write("a.txt", words(10))}, *bytes, packed);
+  EXPECT_THAT(refusal([&] { read_text(packed); }), HasSubstr("corpus.bin: is a packed corpus; name the text it was made from"));
+  EXPECT_THAT(refusal([&] { Corpus::build({packed}, *bytes, folder / "lines.bin", 0, "FILES", Documents::Lines); }),
+              HasSubstr("FILES: " + packed.string() + ": is a packed corpus"));
+  EXPECT_FALSE(std::filesystem::exists(folder / "lines.bin"));
+  EXPECT_THAT(refusal([&] { sample_text({packed}, 0); }), HasSubstr("is a packed corpus")) << "what a tokenizer learns from";
+  for (const std::string& text : {std::string("TESSCORP is the mark of a packed corpus"), std::string(257, 'a') + "ustar is a word", std::string("TESSCORP")}) {
     EXPECT_EQ(read_text(folder.write("text.txt", text)), text);
   }
 }

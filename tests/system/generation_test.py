@@ -77,6 +77,10 @@ class Generation(SystemTest):
         done = run("generate", "--from-hf", exported, "--tokenizer", "byte", "--nproc", 3, "--set", "mesh.tp=3", *prompt)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(done.stdout, self.read("generate", saved, *prompt).stdout)
+        text = done.stdout.removesuffix("\n")
+        (exported / "generation_config.json").write_text(json.dumps({"eos_token_id": [ord(text[9]), 300]}))  # an id of its tokenizer, which is bytes
+        ended = run("generate", "--from-hf", exported, "--tokenizer", "byte", "--nproc", 2, "--set", "mesh.pp=2", *prompt)
+        self.assertEqual([ended.returncode, ended.stdout], [0, "the " + text[4:].split(text[9])[0] + "\n"], ended.stderr)
 
     def test_copies_share_the_windows_and_layers_are_cut_inside_them(self):
         saved = self.checkpoint("llama", 2, [], nproc=1)

@@ -18,6 +18,7 @@
 #include "tessera/train/load_model.h"
 #include "tessera/train/trainer.h"
 #include "tests/comm/order_alone.h"
+#include "tests/refusal.h"
 #include "tests/test_device.h"
 #include "tests/train/fixture.h"
 
@@ -297,6 +298,49 @@ TEST_F(Reading, TheMachineThatTrainedIsNotTheReaders) {
   EXPECT_EQ(config.run.memory_limit_bytes, own.run.memory_limit_bytes);
   EXPECT_FALSE(config.run.deterministic);
   EXPECT_EQ(read({"comm.interface=lo"}).comm.interface, "lo");
+}
+
+/// Experts of a part of the sequence would choose other tokens, and the loss be another.
+TEST_F(Reading, ExpertsThatChooseReadWholeSequences) {
+  const auto layout = [&](Sets sets, int ranks) {
+    sets.insert(sets.end(), {"model.router=expert_choice", "model.experts=4"});
+    return reading_layout(config("mixtral", sets), ranks);
+  };
+  EXPECT_EQ(layout({"mesh.tp=2"}, 2).tensor_ranks, 2);
+  EXPECT_EQ(layout({"mesh.tp=2"}, 4).copies, 2);
+  const auto refused = [&](const Sets& sets) { return testing_support::refusal([&] { layout(sets, 2); }); };
+  EXPECT_THAT(refused({"mesh.cp=2"}), AllOf(HasSubstr("model.router = expert_choice: experts choose among all tokens"), HasSubstr("; set mesh.cp = 1")));
+  EXPECT_THAT(refused({"mesh.tp=2", kBySequence}), HasSubstr("; set tensor.sequence_parallel = false"));
+}
+
+/// As a run that goes on does: the stored weights are a rounding of the masters.
+TEST_F(Reading, WeightsAreWidenedFromTheirMasters) {
+  train_and_save("llama", 2, {"model.kv_heads=2", "precision.params=bf16", "mesh.dp_shard=2", "zero.stage=2"});
+  const FoundModel wide = found({"precision.params=fp32"}), as_stored = found();
+  const auto& [folder, manifest, unused, remarks] = *wide.checkpoint;
+  const auto of_state = [&, &folder = folder, &manifest = manifest](const checkpoint::SlicedTensor& held, const std::string& state) {
+    checkpoint::SlicedTensor stored{at::empty_like(held.tensor), held.slice};
+    stored.slice.name = state + std::string(checkpoint::parameter_of(held.slice.name));
+    checkpoint::load(folder, manifest, {stored}, {.ignore_prefixes = {"model.", "buffer.", "optimizer."}, .convert = true});
+    return stored.tensor;
+  };
+  for (const auto& [ranks, sets] : std::vector<std::pair<int, Sets>>{{1, {}}, {2, {"mesh.tp=2"}}, {2, {"mesh.pp=2"}}}) {
+    Sets all = sets;
+    all.push_back("precision.params=fp32");
+    const FoundModel model = found(all);
+    comm::run_ranks(ranks, [&, ranks = ranks](comm::World& world) {
+      RankScope scope(model.config, world.local_size());
+      const Mesh mesh(world, mesh_shape(model.config.mesh, 0, ranks));
+      const auto loaded = load_model(model, reading_groups(model.config, mesh));
+      bool finer = false;
+      for (const auto& held : checkpoint::model_targets(*loaded.model)) {
+        EXPECT_TRUE(at::equal(held.tensor, of_state(held, "optimizer.master."))) << held.slice.name;
+        finer |= !at::equal(held.tensor, of_state(held, "model."));
+      }
+      EXPECT_TRUE(finer);
+    });
+  }
+  for (const auto& held : checkpoint::model_targets(*load_model(as_stored).model)) EXPECT_TRUE(at::equal(held.tensor, of_state(held, "model.")));
 }
 
 TEST_F(Reading, WhatReadingHasNoUseForIsRefused) {

@@ -115,6 +115,51 @@ TEST_F(FolderTokenizers, TrainingTakesTheFoldersUnlessOneIsNamed) {
   EXPECT_EQ(read_config(folder_ / "saved.toml", {}).data.tokenizer, (hf_ / "tokenizer.model").string()) << "a run goes on with the one that it had";
 }
 
+/// A saved configuration names the tokenizer of the folder that its run began from, and goes on naming it where another is set.
+TEST_F(FolderTokenizers, OneThatIsNotTheFoldersIsSaidToBe) {
+  if (!bring_tokenizer()) GTEST_SKIP() << "no SentencePiece";
+  write("saved.toml", to_toml(read()));
+  const auto other = folder_ / "other";
+  std::filesystem::copy(hf_, other);
+  const auto remarks = [&] { return open_inputs(read_config(folder_ / "saved.toml", {"model.from_hf=" + other.string()})).text_remarks; };
+  EXPECT_THAT(remarks(), IsEmpty()) << "of the same content";
+  data::train_tokenizer({folder_ / "lines.txt"}, kIds - 3, other / "tokenizer.model");
+  EXPECT_THAT(remarks(), ElementsAre(testing::AllOf(HasSubstr("data.tokenizer = " + (hf_ / "tokenizer.model").string() + ": is not the tokenizer that"),
+                                                    HasSubstr("name that one with data.tokenizer"), HasSubstr((other / "tokenizer.model").string()))));
+  EXPECT_THAT(open_inputs(read_config(folder_ / "saved.toml", {})).text_remarks, IsEmpty());
+  EXPECT_THAT(open_inputs(read({"data.tokenizer=byte"})).text_remarks, ElementsAre(HasSubstr("data.tokenizer = byte: is not the tokenizer that")));
+}
+
+TEST_F(FolderTokenizers, ATextEndsWhereTheFolderSaysToo) {
+  using Ids = std::set<int64_t>;
+  const checkpoint::Manifest run;
+  const auto ends = [&](const checkpoint::Manifest* saved = nullptr) {
+    const Config config = read();
+    return text_ends(config, *data::Tokenizer::load(config.data.tokenizer), saved);
+  };
+  EXPECT_EQ(ends().ids, Ids{}) << "bytes have no end";
+  write("hf/generation_config.json", R"({"eos_token_id": 299})");
+  EXPECT_EQ(ends().ids, Ids{299});
+  EXPECT_THAT(ends().remarks, IsEmpty());
+  write("hf/generation_config.json", R"({"eos_token_id": "two"})");
+  EXPECT_THAT(testing_support::refusal([&] { ends(); }), HasSubstr("generation_config.json: eos_token_id = \"two\" is of the wrong type"));
+  EXPECT_EQ(ends(&run).ids, Ids{}) << "what the folder of a run says by now is no reason to refuse its checkpoint";
+  if (!bring_tokenizer()) GTEST_SKIP() << "no SentencePiece";
+  write("hf/generation_config.json", R"({"eos_token_id": [298, 275]})");
+  for (const auto* saved : {static_cast<const checkpoint::Manifest*>(nullptr), &run}) EXPECT_EQ(ends(saved).ids, (Ids{2, 275, 298}));
+  EXPECT_THAT(ends().remarks, IsEmpty());
+  write("hf/added_tokens.json", R"({"<|im_start|>": 276, "<|im_end|>": 275, "</s>": 2})");
+  write("hf/tokenizer_config.json",
+        R"({"added_tokens_decoder": {"0": {"content": "<unk>"}, "276": {"content": "<|im_start|>"}, "277": {"content": "<pad>"}}})");
+  EXPECT_THAT(ends().remarks, ElementsAre(testing::AllOf(HasSubstr("beyond the 275 of its tokenizer.model (275 <|im_end|>, 276 <|im_start|>, 277 <pad>)"),
+                                                         HasSubstr("no prompt can spell them"))));
+  EXPECT_EQ(text_ends(read(), *data::Tokenizer::load("byte"), nullptr).ids, Ids{}) << "by another tokenizer, the folder's ids stand for other text";
+  std::filesystem::remove_all(hf_);
+  Config gone = config("llama");
+  gone.model.from_hf = hf_.string();
+  EXPECT_EQ(text_ends(gone, *data::Tokenizer::load("byte"), &run).ids, Ids{});
+}
+
 TEST_F(FolderTokenizers, DocumentsBeginAsTheFolderSaysUnlessSomebodyDoes) {
   if (!bring_tokenizer()) GTEST_SKIP() << "no SentencePiece";
   const auto of_folder = [&] { return find_model({.from_hf = hf_, .checkpoint = {}}, {}); };
