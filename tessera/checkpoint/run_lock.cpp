@@ -75,7 +75,8 @@ RunLock::RunLock(const std::filesystem::path& dir, std::chrono::milliseconds pat
     return false;
   };
   const auto held = [&] { return detail::concat("checkpoint.dir = ", dir.string(), ": ", holder.text(), " is training into it"); };
-  require(poll_until(patience, taken, held), held(),
+  const bool is_ours = poll_until(patience, taken, held);  // who holds it is known behind that
+  require(is_ours, held(),
           ", and two runs would overwrite each other's checkpoints; wait for its end, end it (on SIGTERM it saves), or name another checkpoint.dir");
 }
 

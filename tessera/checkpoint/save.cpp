@@ -2,6 +2,8 @@
 #include <cmath>
 #include <map>
 #include <optional>
+#include <set>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -57,41 +59,65 @@ std::string not_finite_in(const nlohmann::json& json, const std::string& name) {
   return "";
 }
 
-/// A program that saves two models into one folder, each under the number of the step, would have the second alone.
-void refuse_to_replace_another_model(const fs::path& folder, const CheckpointState& state) {
-  if (!is_there(folder / "manifest.json")) return;
-  std::optional<Manifest> there;
+/// What a save would replace: a checkpoint of this step that was written on this line. Others are set aside.
+std::optional<Manifest> replaced_by(const fs::path& folder, const CheckpointState& state) {
+  if (!is_there(folder / "manifest.json")) return std::nullopt;
   try {
-    there = read_manifest(folder);
-  } catch (const ConfigError&) {
-    return;  // damaged, and nobody's
+    Manifest there = read_manifest(folder);
+    if (state.run.holds(there.run, there.step)) return there;
+  } catch (const ConfigError&) {  // damaged, and nobody's
   }
-  if (!state.run.holds(there->run, there->step)) return;  // which is set aside
+  return std::nullopt;
+}
+
+bool is_of_model(const std::string& stored) { return stored.starts_with("model.") || stored.starts_with("buffer."); }
+
+std::string kind_of(const nlohmann::json& optimizer) {
+  const auto kind = optimizer.is_object() ? optimizer.find("kind") : optimizer.end();
+  return kind != optimizer.end() && kind->is_string() ? kind->get<std::string>() : "";
+}
+
+/// A program that saves two models into one folder, each under the number of the step, would have the second alone. Names are compared in both directions, for
+/// one model may be a part of the other: a critic without what an actor has besides, a student of half the layers. Optimizer state comes and goes with what is
+/// trained, and a buffer may grow.
+void refuse_to_replace_another_model(const fs::path& folder, const Manifest& there, const std::vector<std::vector<HeldSlice>>& held,
+                                     const nlohmann::json& optimizer) {
   const auto refuse = [&](const std::string& what) {
     throw ConfigError(detail::concat("checkpoint: ", folder.string(), ": holds another model at this step, ", what,
                                      ", and would be replaced; give each model of several (generator and critic, a model and its average) a folder of its own, "
                                      "and take another folder, or remove this step, where an earlier run wrote it"));
   };
-  for (const auto& held : state.tensors) {
-    if (!held.slice.name.starts_with("model.")) continue;
-    const auto known = there->tensors.find(held.slice.name);
-    if (known == there->tensors.end()) refuse(detail::concat("which has no '", held.slice.name, "'"));
-    if (known->second.shape != held.slice.shape) {
-      refuse(detail::concat("whose '", held.slice.name, "' is ", at::IntArrayRef(known->second.shape), " for ", at::IntArrayRef(held.slice.shape)));
+  std::set<std::string_view> here;
+  for (const auto& of_rank : held) {
+    for (const auto& [slice, dtype, bytes] : of_rank) {
+      if (!is_of_model(slice.name)) continue;
+      here.insert(slice.name);
+      const auto known = there.tensors.find(slice.name);
+      if (known == there.tensors.end()) refuse(detail::concat("which has no '", slice.name, "'"));
+      if (slice.name.starts_with("model.") && known->second.shape != slice.shape) {
+        refuse(detail::concat("whose '", slice.name, "' is ", at::IntArrayRef(known->second.shape), " for ", at::IntArrayRef(slice.shape)));
+      }
     }
   }
-  if (there->optimizer.empty() != state.optimizer.empty()) {
-    refuse(state.optimizer.empty() ? "with its optimizer's state, where this save has none" : "without an optimizer's state, where this save has one");
+  for (const auto& [name, stored] : there.tensors) {
+    if (is_of_model(name) && !here.contains(name)) refuse(detail::concat("which has '", name, "', where this save has none"));
+  }
+  if (there.optimizer.empty() != optimizer.empty()) {
+    refuse(optimizer.empty() ? "with its optimizer's state, where this save has none" : "without an optimizer's state, where this save has one");
+  }
+  if (const auto before = kind_of(there.optimizer), now = kind_of(optimizer); before != now) {
+    refuse(detail::concat("updated by ", before, ", where this save's is by ", now));
   }
 }
 
 /// Makes the empty folder on rank 0, and tells every rank what every rank holds.
 std::vector<std::vector<HeldSlice>> prepare(const fs::path& folder, const fs::path& temporary, const CheckpointState& state, const comm::Group& group) {
+  std::optional<Manifest> replaced;  // as rank 0 finds it
   const auto answers = together(group, [&] {
     const std::string problem = problem_with_progress(state.progress);
     require(problem.empty(), problem);
     if (group.rank() == 0) {
-      refuse_to_replace_another_model(folder, state);
+      replaced = replaced_by(folder, state);
       if (const auto foreign = foreign_entries(temporary); !foreign.empty()) {
         throw Error(
             detail::concat(temporary.string(), ": holds what no save writes (", foreign.front(), "), and this step is written there; move it elsewhere"));
@@ -106,7 +132,7 @@ std::vector<std::vector<HeldSlice>> prepare(const fs::path& folder, const fs::pa
               "make a forward that has none under torch::NoGradGuard");
       mine.push_back(to_json(held));
     }
-    return nlohmann::json{{"held", std::move(mine)}, {"step", state.step}};
+    return nlohmann::json{{"held", std::move(mine)}, {"step", state.step}, {"replaces", replaced.has_value()}};
   });
   std::vector<std::vector<HeldSlice>> held;
   for (const auto& answer : answers) {
@@ -114,6 +140,12 @@ std::vector<std::vector<HeldSlice>> prepare(const fs::path& folder, const fs::pa
             " saves ", state.step, ": all ranks save one step together");
     held.emplace_back();
     for (const auto& json : answer.at("held")) held.back().push_back(held_from(json));
+  }
+  if (answers.front().at("replaces").get<bool>()) {
+    together(group, [&] {
+      if (replaced) refuse_to_replace_another_model(folder, *replaced, held, state.optimizer);
+      return nlohmann::json();
+    });
   }
   return held;
 }

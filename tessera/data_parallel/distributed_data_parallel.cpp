@@ -19,8 +19,8 @@
 // In which order gradients come nobody knows before the first backward pass: the reverse of registration is a guess, and what rank 0 then sees is made
 // everyone's by one broadcast, since any order will do as long as it is the same one. Buckets keep their memory from step to step, but a program may hold on to
 // a gradient, or to an alias of one: reference counts tell, and such a bucket is left to whoever holds it. Gradients of passes under no_sync() are of this rank
-// alone, and an optimizer's step on them would part the replicas without a word: parameters' versions between passes give it away. But who gave those gradients
-// up, and loaded weights, has written parameters too; values alone tell the two apart, so that is when they are compared.
+// alone, and an optimizer's step on them would part the replicas without a word: parameters' versions and values between passes give it away. But who gave
+// those gradients up, and loaded weights, has written parameters too; values alone tell the two apart, so that is when they are compared.
 
 namespace tessera {
 
@@ -79,23 +79,28 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     parameter_writes_.clear();
   }
 
-  bool were_written() const override { return written_; }
+  /// Asked where the host waits for the other ranks' words, and so for a device.
+  bool were_written() const override { return written_ || parameter_writes_.changed(parameters_) || updates_.changed(parameters_); }
 
-  /// Weights may be loaded between the wrapping and the first step, and on some ranks alone.
+  /// Weights may be loaded between the wrapping and the first step, and on some ranks alone. Where writes have left the replicas equal, an update comes before
+  /// the next comparison, and it is the last one if it shows: whether it does all ranks see alike, since they were equal before and are now.
   void compare(bool written) override {
     parameter_writes_.clear();  // gradients are all ranks' now, and an optimizer may take them
-    if (!active() || options_.replicas == ReplicaStart::Trust || (was_compared_ && !written && !again_)) return;
+    if (!active() || options_.replicas == ReplicaStart::Trust || (was_compared_ && !written)) return;
+    written_ = written;  // until they were found equal
     const std::string name = site("start");
     const comm::CallSite scope(name);
     compare_replicas(own_parameters(), group_, "data parallelism",
-                     written || again_
+                     written
                          ? "on some rank it was written after a backward pass under no_sync(): an optimizer's step took gradients that were of that rank "
                            "alone, or other values were loaded than elsewhere. Let a pass without no_sync() complete gradients before each step, the last of "
                            "an epoch too, and load the same on every rank (ReplicaStart::Trust: who writes parameters there vouches)"
                          : "");
     was_compared_ = true;
     written_ = false;
-    again_ = written;
+    again_ = written && !(again_ && updates_.changed(parameters_));
+    updates_.clear();
+    if (again_) updates_.mark(parameters_, trained_);
   }
 
   void end_pass(bool last, bool complete) override {
@@ -310,6 +315,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   nn::ParameterWrites parameter_writes_;  ///< since a pass that left gradients of this rank alone
   bool written_ = false;                  ///< there were such, and replicas have not been compared since
   bool again_ = false;                    ///< equal weights may hide that moments have parted, which the next update shows
+  nn::ParameterWrites updates_;           ///< since then
   bool was_compared_ = false;             ///< when the first step was complete
   GradientChannel channel_{group_, statistics_};
   std::vector<std::unique_ptr<BucketReduction>> reductions_;  ///< per bucket; null where nothing is under way

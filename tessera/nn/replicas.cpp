@@ -65,6 +65,7 @@ void refuse_other_structure(const std::string& technique, const at::Tensor& summ
 /// Where a parameter is another one than on rank 0.
 struct Difference {
   std::string parameter, ranks;
+  bool trained;  ///< it takes gradients
 };
 
 /// The first. Nothing in a dry run, whose messages are counted, and mean nothing.
@@ -86,7 +87,7 @@ std::optional<Difference> find_difference(const std::string& technique, const st
   const at::Tensor all = gather_words(hashes, group, device);
   for (size_t i = 0; i < parameters.size(); ++i) {
     std::string ranks = ranks_that_differ(all, static_cast<int64_t>(i));
-    if (!ranks.empty()) return Difference{parameters[i].name, std::move(ranks)};
+    if (!ranks.empty()) return Difference{parameters[i].name, std::move(ranks), parameters[i].tensor.requires_grad()};
   }
   return std::nullopt;
 }
@@ -187,9 +188,13 @@ void compare_replicas(const std::vector<nn::NamedParameter>& parameters, const c
   if (!difference) return;
   constexpr const char* kLoaded =
       "they were equal when the model was wrapped: load the same file on every rank after that, or load on rank 0 before, and wrap "
-      "with ReplicaStart::Broadcast";
+      "with ReplicaStart::Broadcast (ReplicaStart::Trust: who writes parameters on some ranks alone vouches)";
+  // Forward may be what writes one that nobody trains, and ranks see other samples each: a normaliser of observations, a table of codes.
+  constexpr const char* kKept =
+      "it takes no gradient: if forward writes it, from what each rank sees, make it a buffer (register_buffer), which rank 0 gives out under "
+      "BufferBroadcast::EachStep, write it from what all ranks saw, or wrap with ReplicaStart::Trust, under which nobody compares; if not, ";
   throw ConfigError(detail::concat(technique, ": the replicas differ: parameter '", difference->parameter, "' of rank 0 of ", group.name(),
-                                   " is another one on rank ", difference->ranks, "; ", reason.empty() ? kLoaded : reason));
+                                   " is another one on rank ", difference->ranks, "; ", difference->trained ? "" : kKept, reason.empty() ? kLoaded : reason));
 }
 
 uint64_t hash_of_buffers(const torch::nn::Module& module) {

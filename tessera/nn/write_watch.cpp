@@ -2,15 +2,21 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/ne.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/host_read.h"
 #include "tessera/nn/gradient_guard.h"
 
 // A tensor's version counter is the cheap sign of a write, and the whole tensor's hash would be the sure one, at the price of reading the model in each step.
 // In between, for what goes past the counter: 16 elements spread over the tensor. An optimizer's step changes nearly all elements; a write that misses these 16
-// is not noticed.
+// is not noticed. Of what lies on a device the host reads none of them for itself: they are gathered there, at the mark and once more when it is asked, and one
+// read says whether they are the same bytes. So it is asked only where the host waits for the device anyway.
 
 namespace tessera::nn {
 
@@ -57,6 +63,10 @@ void ParameterForms::require_same(const std::string& technique, const std::vecto
   for (size_t i = 0; i < parameters.size(); ++i) require_same(technique, i, parameters[i]);
 }
 
+namespace {
+bool is_on_device(const at::Tensor& tensor) { return !tensor.is_cpu() && !tensor.is_meta(); }
+}  // namespace
+
 std::array<uint64_t, ParameterWrites::kSamples> ParameterWrites::samples_of(const at::Tensor& tensor) {
   std::array<uint64_t, kSamples> samples{};
   if (!tensor.is_cpu() || tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) return samples;
@@ -69,11 +79,40 @@ std::array<uint64_t, ParameterWrites::kSamples> ParameterWrites::samples_of(cons
   return samples;
 }
 
+/// In a few launches, however many parameters there are: what is taken of each is a view.
+std::map<std::string, at::Tensor> ParameterWrites::device_samples_of(const std::vector<NamedParameter>& parameters) const {
+  std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>> views;
+  for (const Mark& mark : marks_) {
+    const at::Tensor tensor = parameters[mark.index].tensor.detach();
+    if (!is_on_device(tensor) || tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) continue;
+    const int64_t count = std::min(tensor.numel(), kSamples), step = count > 1 ? (tensor.numel() - 1) / (count - 1) : 1;
+    views[{tensor.device().str(), tensor.scalar_type()}].push_back(tensor.as_strided({count}, {step}, tensor.storage_offset()));
+  }
+  std::map<std::string, std::vector<at::Tensor>> bytes;
+  for (const auto& [kind, of_kind] : views) bytes[kind.first].push_back(at::cat(of_kind).view(at::kByte));
+  std::map<std::string, at::Tensor> samples;
+  for (const auto& [device, of_device] : bytes) samples[device] = at::cat(of_device);
+  return samples;
+}
+
 void ParameterWrites::mark(const std::vector<NamedParameter>& parameters, const std::vector<bool>& which) {
   if (!marks_.empty()) return;
+  const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (which[i]) marks_.push_back({.index = i, .version = parameters[i].tensor._version(), .samples = samples_of(parameters[i].tensor)});
   }
+  device_samples_ = device_samples_of(parameters);
+}
+
+bool ParameterWrites::changed(const std::vector<NamedParameter>& parameters) const {
+  if (std::ranges::any_of(marks_, [&](const Mark& mark) { return samples_of(parameters[mark.index].tensor) != mark.samples; })) return true;
+  if (device_samples_.empty()) return false;
+  const at::NoGradGuard no_grad;
+  const auto now = device_samples_of(parameters);
+  return std::ranges::any_of(device_samples_, [&](const auto& marked) {
+    const auto found = now.find(marked.first);
+    return found == now.end() || found->second.sizes() != marked.second.sizes() || host_read(found->second.ne(marked.second).any(), 0) != 0;
+  });
 }
 
 std::string ParameterWrites::first_written(const std::vector<NamedParameter>& parameters) const {

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -52,14 +53,16 @@ class ParameterForms {
   std::vector<Form> forms_;
 };
 
-/// Whether parameters were written. libtorch's optimizers write behind the version's back (Tensor::data), so on the CPU a few elements are compared besides.
+/// Whether parameters were written. libtorch's optimizers write behind the version's back (Tensor::data), so a few elements are compared besides.
 class ParameterWrites {
  public:
   /// These are the parameters now, those of `which`; no effect where they are marked already.
   void mark(const std::vector<NamedParameter>& parameters, const std::vector<bool>& which);
-  void clear() { marks_.clear(); }
-  /// The first that was written since; empty where none was, or none is marked.
+  void clear() { marks_.clear(), device_samples_.clear(); }
+  /// The first that was written since, as far as the host sees without a wait: of elements those on the CPU alone. Empty where none was, or none is marked.
   std::string first_written(const std::vector<NamedParameter>& parameters) const;
+  /// Whether elements are others since. For those on a device a read on the host, where any are marked: to be asked where it waits for the device anyway.
+  bool changed(const std::vector<NamedParameter>& parameters) const;
 
  private:
   static constexpr int64_t kSamples = 16;
@@ -69,8 +72,10 @@ class ParameterWrites {
     std::array<uint64_t, kSamples> samples;
   };
   static std::array<uint64_t, kSamples> samples_of(const at::Tensor& tensor);
+  std::map<std::string, at::Tensor> device_samples_of(const std::vector<NamedParameter>& parameters) const;
 
   std::vector<Mark> marks_;
+  std::map<std::string, at::Tensor> device_samples_;  ///< by device, the bytes of all that are marked there
 };
 
 }  // namespace tessera::nn

@@ -196,6 +196,19 @@ void check_fit(const Config& config, const Inputs& inputs) {
   if (!config.checkpoint.partial.empty()) checkpoint::check_partial(config.checkpoint.partial, manifest, parameter_names(config));
 }
 
+/// With the momentum that holds: checkpoints of before it could be unset say one that nobody gave.
+Config with_momentum(Config config) {
+  config.optim.momentum = momentum_of(config.optim);
+  return config;
+}
+
+/// Steps that were not applied, for which the schedule waits.
+int64_t skipped_steps(const checkpoint::Manifest& manifest) {
+  const auto scale = manifest.progress.find("loss_scale");
+  const bool known = scale != manifest.progress.end() && scale->is_object() && scale->contains("skipped") && scale->at("skipped").is_number_integer();
+  return known ? scale->at("skipped").get<int64_t>() : 0;
+}
+
 }  // namespace
 
 Config read_config(const std::filesystem::path& file, const std::vector<std::string>& sets) {
@@ -272,13 +285,13 @@ std::vector<std::string> changes_since(const ResumePoint& resume, const Config& 
   const int64_t step = resume.manifest.step;
   const Config saved = config_of(resume.manifest.progress, folder);
   std::vector<std::string> remarks;
-  const auto changed = checkpoint::changed_settings(saved, config);
+  const auto changed = checkpoint::changed_settings(with_momentum(saved), with_momentum(config));
   std::string list;
   for (const auto& setting : changed) list += (list.empty() ? "" : ", ") + setting;
   if (!list.empty()) remarks.push_back(detail::concat("going on from ", folder, " with other settings than it was saved with: ", list));
   if (config.run.steps != saved.run.steps && config.optim.schedule != "constant" && saved.optim.schedule != "constant" && step < config.run.steps) {
-    const double before = optim::LearningRate(saved.optim, saved.run.steps).at(step + 1),
-                 now = optim::LearningRate(config.optim, config.run.steps).at(step + 1);
+    const int64_t update = step + 1 - skipped_steps(resume.manifest);
+    const double before = optim::LearningRate(saved.optim, saved.run.steps).at(update), now = optim::LearningRate(config.optim, config.run.steps).at(update);
     remarks.push_back(detail::concat("run.steps = ", config.run.steps, " (was ", saved.run.steps, "): optim.schedule = ", config.optim.schedule,
                                      " ends there, so the learning rate bends: ", format_float(now), " in step ", step + 1, ", where it would have been ",
                                      format_float(before)));

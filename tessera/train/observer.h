@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/checkpoint/run_identity.h"
 #include "tessera/memory/history.h"
 #include "tessera/pipeline/schedules/timed.h"
 #include "tessera/train/expert_load.h"
@@ -20,12 +21,13 @@ struct RunInfo {
   int64_t first_step = 1;         ///< number of the step that comes next: 1, or the resumed checkpoint's step + 1
   int64_t last_step = 0;          ///< run.steps
   int ranks = 1;
-  int64_t parameters = 0;  ///< logical parameters, tied ones once
+  int64_t parameters = 0;                 ///< logical parameters, tied ones once
+  checkpoint::RunIdentity identity = {};  ///< whose steps they are; without a start where no Trainer tells of them
 };
 
 /// One finished optimizer step; all numbers are global (all ranks).
 struct StepResult {
-  int64_t step = 0;      ///< finished updates: the first is 1
+  int64_t step = 0;      ///< steps taken, those that were skipped included: the first is 1
   double loss = 0;       ///< mean over all valid tokens of the global batch, before the update
   double grad_norm = 0;  ///< 2-norm of that gradient before clipping
   double lr = 0;         ///< used in this step

@@ -438,7 +438,8 @@ RunInfo Trainer::info() const {
           .first_step = feed_.cursor().step + 1,
           .last_step = config_.run.steps,
           .ranks = world_.size(),
-          .parameters = num_parameters(config_.model)};
+          .parameters = num_parameters(config_.model),
+          .identity = identity_};
 }
 
 }  // namespace tessera

@@ -615,6 +615,26 @@ TEST(TrainingTensors, OfStagesAreThoseOfTheWholeAndBack) {
   EXPECT_TRUE(at::equal(more.named_parameters()["first.weight"], before));
 }
 
+/// Of a model that lies in stages rank 0 holds the first alone.
+TEST(Save, RefusesAnotherModelThatDiffersOnALaterRank) {
+  const TemporaryFolder folder;
+  const auto held = [&](const comm::World& world, const std::string& name, int64_t size) {
+    const std::string parameter = world.rank() == 0 ? "model.first" : "model." + name;
+    CheckpointState state;
+    state.step = 1;
+    state.tensors.push_back({at::ones({size}), Slice::whole(parameter, {size})});
+    return state;
+  };
+  comm::run_ranks(2, [&](comm::World& world) {
+    const auto write = [&](const std::string& name, int64_t size = 3) { save(folder.path(), held(world, name, size), world.group()); };
+    write("second");
+    EXPECT_THAT([&] { write("other"); }, ThrowsMessage<Error>(HasSubstr("which has no 'model.other'")));
+    EXPECT_THAT([&] { write("first"); }, ThrowsMessage<Error>(HasSubstr("which has 'model.second', where this save has none")));
+    EXPECT_NO_THROW(write("second"));
+  });
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder.path()), {}), 1) << "nothing stays of what was refused";
+}
+
 /// A parameter that was frozen has no state in the checkpoint, and had none to go on with.
 TEST(TrainingTensors, GoBackToBeforeAParameterWasTrained) {
   const TemporaryFolder folder;

@@ -13,7 +13,9 @@
 
 #include "support.h"
 #include "tessera/comm/backends/record.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/comm/decorators/check.h"
+#include "tessera/core/events.h"
 #include "tessera/data_parallel/tree_reduction.h"
 #include "tessera/nn/sync_batch_norm.h"
 
@@ -265,6 +267,121 @@ TEST(DdpPlainLoop, AnOptimizersStepOnGradientsOfThisRankAloneIsRefused) {
       }
       EXPECT_FALSE(net.scale.grad().defined());
     });
+  }
+}
+
+/// A step at rate 0 (the first of a warmup) parts the moments and leaves the weights: what shows that is the next update, however many passes come before it.
+TEST(DdpPlainLoop, MomentsThatHavePartedAreFoundByTheNextUpdate) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    const auto optimizer = make_adam(net.parameters());
+    const auto rate = [&](double lr) { static_cast<torch::optim::AdamOptions&>(optimizer->param_groups()[0].options()).lr(lr); };
+    backward(net, whole_batch(samples));
+    rate(0);
+    for (int tail = 0; tail < 2; ++tail) {
+      {
+        const Attachment held = ddp.no_sync();
+        backward(net, part_of(whole_batch(samples), 2, world.rank()));
+      }
+      optimizer->step();
+      optimizer->zero_grad();
+      for (int64_t pass = 0; pass < 3; ++pass) EXPECT_NO_THROW(backward(net, whole_batch(samples, pass))) << "equal as yet";
+    }
+    optimizer->step();
+    optimizer->zero_grad();
+    EXPECT_NO_THROW(backward(net, whole_batch(samples))) << "the rate is 0 as ever";
+    rate(0.01);
+    optimizer->step();
+    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), HasSubstr("was written after a backward pass under no_sync()"));
+  });
+}
+
+/// Equal replicas are compared twice, and no more.
+TEST(DdpPlainLoop, WritesThatLeftReplicasEqualAreComparedOnceMore) {
+  const auto recorder = std::make_shared<comm::Recorder>();
+  const auto decorator = [&](auto inner, const comm::GroupInfo& group) {
+    return group.rank == 0 ? comm::make_record_engine(recorder, group, inner) : std::move(inner);
+  };
+  const auto comparisons = [&](const World& world) {
+    comm::barrier(world.group());
+    const auto records = recorder->records();
+    if (world.rank() == 0) recorder->clear();
+    return std::ranges::count_if(records, [](const auto& record) { return record.op == "all_gather" && record.site == "ddp.start"; });
+  };
+  run_ranks(2,
+            [&](World& world) {
+              Net net;
+              DistributedDataParallel ddp(net, world.group());
+              const auto optimizer = make_sgd(net.parameters());
+              const auto step = [&] {
+                backward(net, whole_batch(samples));
+                optimizer->step();
+                optimizer->zero_grad();
+                return comparisons(world);
+              };
+              step();
+              EXPECT_EQ(step(), 0);
+              {
+                const Attachment held = ddp.no_sync();
+                backward(net, whole_batch(samples));
+              }
+              optimizer->step();  // on the same on every rank
+              optimizer->zero_grad();
+              const std::vector<std::ptrdiff_t> seen{step(), step(), step(), step()};
+              if (world.rank() == 0) EXPECT_THAT(seen, ::testing::ElementsAre(1, 1, 0, 0));
+            },
+            {.decorators = {decorator}});
+}
+
+/// What a device holds the host looks at where it waits anyway, once a step, and only in loops that accumulate.
+TEST(DdpPlainLoop, OnlyAnAccumulationReadsElementsOfADevice) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    const auto optimizer = make_sgd(net.parameters());
+    const auto reads_of = [&](int passes) {
+      EventStream events;
+      const ListenToEvents listening(events);
+      for (int pass = 1; pass <= passes; ++pass) {
+        const Attachment held = pass < passes ? ddp.no_sync() : Attachment();
+        backward(net, whole_batch(samples, pass));
+      }
+      optimizer->step();
+      optimizer->zero_grad();
+      return only<HostReadEvent>(events.take()).size();
+    };
+    reads_of(1);
+    EXPECT_EQ(reads_of(1), 0u);
+    for (int step = 0; step < 3; ++step) EXPECT_EQ(reads_of(4), test_device().is_cpu() ? 0u : 1u);
+    EXPECT_EQ(reads_of(1), 0u);
+  });
+}
+
+/// Its part of what a normaliser counts each rank would keep for itself.
+TEST(DdpPlainLoop, AFrozenParameterThatForwardWritesIsToldByItsCause) {
+  for (const bool tree : {false, true}) {
+    for (const ReplicaStart start : {ReplicaStart::Check, ReplicaStart::Trust}) {
+      run_ranks(2, [&](World& world) {
+        Net net;
+        const at::Tensor mean = net.register_parameter("mean", at::zeros({5}), /*requires_grad=*/false);
+        std::unique_ptr<GradientSynchronizer> wrapped;
+        if (tree) {
+          wrapped = std::make_unique<TreeReduction>(net, world.group(), TreeReductionOptions{.num_micro_batches = 2, .replicas = start});
+        } else {
+          wrapped = std::make_unique<DistributedDataParallel>(net, world.group(), DdpOptions{.replicas = start});
+        }
+        const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+        const auto go_on = [&] {
+          mean.copy_(mine.x.mean(0));
+          backward(net, {mine.x - mean, mine.y});
+        };
+        if (start == ReplicaStart::Trust) return go_on();
+        const std::string said = refusal(go_on);
+        EXPECT_THAT(said, HasSubstr("parameter 'mean' of rank 0 of world is another one on rank 1; it takes no gradient: if forward writes it"));
+        EXPECT_THAT(said, ::testing::AllOf(HasSubstr("BufferBroadcast::EachStep"), HasSubstr("ReplicaStart::Trust"), HasSubstr("load the same file")));
+      });
+    }
   }
 }
 

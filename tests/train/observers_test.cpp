@@ -1,6 +1,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <set>
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -12,6 +13,7 @@
 #include "tessera/train/observers/event_record.h"
 #include "tessera/train/observers/metrics_file.h"
 #include "tessera/train/observers/progress_bar.h"
+#include "tessera/train/observers/run_record.h"
 #include "tessera/train/observers/tensorboard.h"
 #include "tests/data/files.h"
 #include "tests/file_limit.h"
@@ -208,6 +210,110 @@ TEST(MetricsFile, KeepsWhatItCannotRead) {
   EXPECT_EQ(slurp(folder / "metrics.jsonl.unreadable-1"), text);
 }
 
+using checkpoint::RunIdentity;
+
+/// Tells observers of the steps from behind the last of `who`'s to `last`.
+template <class... Observers>
+void tell(const Folder& folder, const RunIdentity& who, int64_t last, Observers&&... observers) {
+  const int64_t first = who.lineage.empty() ? 1 : who.lineage.back().step + 1;
+  for (Observer* const observer : {static_cast<Observer*>(&observers)...}) {
+    observer->on_start({.log_dir = folder.path(), .first_step = first, .last_step = last, .identity = who});
+    for (int64_t k = first; k <= last; ++k) observer->after_step(step(k));
+    observer->after_validation({.step = last, .loss = 1, .bits_per_byte = 1});
+    observer->on_end({.step = last});
+  }
+}
+
+/// The first and the last step there, and how many.
+std::vector<int64_t> steps_in(const std::filesystem::path& file) {
+  const auto records = lines(file);
+  if (records.empty()) return {};
+  return {records.front()["step"].get<int64_t>(), records.back()["step"].get<int64_t>(), std::ssize(records)};
+}
+
+TEST(RunRecord, StepsAreSharedAsFarAsTwoLinesFollowOneStart) {
+  const auto a = RunIdentity::fresh(), b = RunIdentity::fresh();
+  const auto later = a.continued(500), rewound = a.continued(200), next = rewound.continued(300);
+  EXPECT_EQ(shared_steps(a, b), 0);
+  EXPECT_EQ(shared_steps(later, a), 500);
+  EXPECT_EQ(shared_steps(a, later), 500);
+  EXPECT_EQ(shared_steps(rewound, later), 200);
+  EXPECT_EQ(shared_steps(next, rewound), 300);
+  EXPECT_EQ(shared_steps(next, a), 200);
+  EXPECT_EQ(shared_steps(a.continued(500), later), 500) << "an attempt that has saved nothing";
+}
+
+TEST(MetricsFile, TheLinesOfAnotherRunInTheSameFolderAreSetAside) {
+  const Folder folder;
+  const auto file = folder / "metrics.jsonl", aside = folder / "metrics.jsonl.another-run-1";
+  const auto write = [&](const RunIdentity& who, int64_t last) {
+    MetricsFile metrics;
+    testing::internal::CaptureStderr();
+    tell(folder, who, last, metrics);
+    return testing::internal::GetCapturedStderr();
+  };
+  const auto a = RunIdentity::fresh(), b = RunIdentity::fresh();
+  EXPECT_EQ(write(a, 6), "");
+  EXPECT_EQ(write(a.continued(4), 8), "") << "a restart";
+  EXPECT_THAT(steps_in(file), testing::ElementsAre(1, 8, 8));
+  EXPECT_EQ(write(a.continued(2), 6), "") << "a rewind";
+  EXPECT_THAT(steps_in(file), testing::ElementsAre(1, 6, 6));
+  EXPECT_EQ(write(b, 5), "") << "a fresh start takes the place of records, as ever";
+  const auto back = a.continued(6);
+  EXPECT_THAT(write(back, 8), AllOf(HasSubstr("metrics.jsonl: 5 of its lines are of another run"), HasSubstr("goes on from step 6"),
+                                    HasSubstr("kept in metrics.jsonl.another-run-1"), HasSubstr("kept in validation.jsonl.another-run-1")));
+  EXPECT_THAT(steps_in(file), testing::ElementsAre(7, 8, 2));
+  EXPECT_THAT(steps_in(aside), testing::ElementsAre(1, 5, 5));
+  EXPECT_EQ(write(back.continued(8), 9), "") << "and goes on with its own from then on";
+  EXPECT_THAT(steps_in(file), testing::ElementsAre(7, 9, 3));
+}
+
+/// One that went on from another's checkpoint has the steps up to there in common with it.
+TEST(MetricsFile, OfTwoLinesOfARunInOneFolderEachKeepsItsOwn) {
+  const Folder folder;
+  const auto file = folder / "metrics.jsonl";
+  const auto write = [&](const RunIdentity& who, int64_t last) {
+    MetricsFile metrics;
+    tell(folder, who, last, metrics);
+  };
+  const auto a = RunIdentity::fresh(), fork = a.continued(3);
+  write(a, 6);
+  write(fork, 5);
+  EXPECT_THAT(steps_in(file), testing::ElementsAre(1, 5, 5));
+  testing::internal::CaptureStderr();
+  write(a.continued(6), 7);
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("metrics.jsonl: 2 of its lines are of another run, or of another line of it"));
+  const auto kept = lines(file);
+  ASSERT_EQ(kept.size(), 4u) << "1 to 3, and 7: what was 4 to 6 the fork has replaced";
+  EXPECT_EQ(kept[2]["step"], 3);
+  EXPECT_EQ(kept[3]["step"], 7);
+}
+
+TEST(MetricsFile, WithoutAWordOfWhoWroteItStepsDecide) {
+  const Folder folder;
+  {
+    MetricsFile metrics;
+    metrics.on_start({.log_dir = folder.path()});
+    for (int64_t k = 1; k <= 6; ++k) metrics.after_step(step(k));
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder / "written_by.json"));
+  {
+    MetricsFile metrics;
+    tell(folder, RunIdentity::fresh().continued(4), 5, metrics);
+  }
+  EXPECT_THAT(steps_in(folder / "metrics.jsonl"), testing::ElementsAre(1, 5, 5));
+  EXPECT_TRUE(std::filesystem::exists(folder / "written_by.json"));
+  std::ofstream(folder / "written_by.json") << "mine";
+  testing::internal::CaptureStderr();
+  {
+    MetricsFile metrics;
+    tell(folder, RunIdentity::fresh().continued(5), 6, metrics);
+  }
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("written_by.json: is no run's; it is kept in written_by.json.kept-1"));
+  EXPECT_EQ(slurp(folder / "written_by.json.kept-1"), "mine");
+  EXPECT_THAT(steps_in(folder / "metrics.jsonl"), testing::ElementsAre(1, 6, 6));
+}
+
 /// A disk that fails in the midst of the records is not their end: what is behind it would be lost when they are written anew.
 TEST(MetricsFile, WhatCannotBeReadToItsEndIsLeftAsItIs) {
   Folder folder;
@@ -331,6 +437,39 @@ TEST(TensorBoardFile, SaysWhyItCannotBeWritten) {
   std::ofstream(folder / "tensorboard") << "no folder";
   TensorBoard board;
   EXPECT_THAT(refusal([&] { board.on_start({.log_dir = folder.path()}); }), AllOf(HasSubstr("cannot be written: Not a directory"), HasSubstr("log.dir")));
+}
+
+TEST(TensorBoardFile, TheEventsOfAnotherRunAreSetAside) {
+  const Folder folder;
+  const auto write = [&](const RunIdentity& who, int64_t last) {
+    TensorBoard board;
+    testing::internal::CaptureStderr();
+    tell(folder, who, last, board);
+    return testing::internal::GetCapturedStderr();
+  };
+  const auto events = [](const std::filesystem::path& tensorboard) {
+    std::set<std::filesystem::path> files;
+    for (const auto& entry : std::filesystem::directory_iterator(tensorboard)) {
+      if (entry.path().filename() != "written_by.json") files.insert(entry.path());
+    }
+    return files;
+  };
+  const auto marked = [&](int64_t step) {
+    constexpr size_t behind_the_time = 9;
+    return slurp(*events(folder / "tensorboard").rbegin()).find(restart_event(0, step).substr(behind_the_time)) != std::string::npos;
+  };
+  const auto a = RunIdentity::fresh(), b = RunIdentity::fresh();
+  EXPECT_EQ(write(a, 6), "");
+  EXPECT_EQ(write(a.continued(4), 6), "");
+  EXPECT_EQ(events(folder / "tensorboard").size(), 2u);
+  EXPECT_TRUE(marked(5));
+  EXPECT_THAT(write(a.continued(6), 7), HasSubstr("events beyond step 4 are of another line of this run"));
+  EXPECT_TRUE(marked(5)) << "where they part";
+  EXPECT_EQ(write(b, 5), "");
+  EXPECT_EQ(events(folder / "tensorboard").size(), 1u) << "a fresh start takes the place of events, as ever";
+  EXPECT_THAT(write(a.continued(7), 8), HasSubstr("set aside in tensorboard.another-run-1"));
+  EXPECT_EQ(events(folder / "tensorboard").size(), 1u);
+  EXPECT_EQ(events(folder / "tensorboard.another-run-1").size(), 1u);
 }
 
 // tensorboard_test.py opens what this test writes, with TensorBoard itself.

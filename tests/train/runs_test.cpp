@@ -9,10 +9,13 @@
 #include "tessera/checkpoint/convert.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/checkpoint/peft.h"
+#include "tessera/core/format.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/data_parallel/power_sgd.h"
+#include "tessera/optim/schedule.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/hook_state.h"
+#include "tessera/train/observers/metrics_file.h"
 #include "tessera/train/progress.h"
 #include "tests/train/resume_fixture.h"
 
@@ -338,6 +341,66 @@ TEST_F(Runs, MoreStepsUnderAScheduleSayThatTheRateBends) {
 }
 
 /// The batch grows; every sample of the text still comes in its turn, as one run with the larger batch from the start of that place would have it.
+/// The schedule waits for steps that were skipped, and what is said of it is what training will do.
+TEST_F(Runs, TheRateThatBendsIsThatOfTheNextUpdate) {
+  const auto with_steps = [&](int64_t steps) { return settings(ddp2_, {"optim.schedule=linear", "optim.lr=0.1", "run.steps=" + std::to_string(steps)}); };
+  ResumePoint point{.folder = "saved", .manifest = {}};
+  point.manifest.step = 4;
+  point.manifest.progress = progress_json(with_steps(10), {}, {}, {}, 2);
+  const auto rates = [&](int64_t update) {
+    const auto at = [&](int64_t steps) { return format_float(optim::LearningRate(with_steps(steps).optim, steps).at(update)); };
+    return at(20) + " in step 5, where it would have been " + at(10);
+  };
+  EXPECT_THAT(changes_since(point, with_steps(20)), ElementsAre(HasSubstr("bends: " + rates(5))));
+  point.manifest.progress["loss_scale"] = {{"skipped", 2}};
+  EXPECT_THAT(changes_since(point, with_steps(20)), ElementsAre(HasSubstr("bends: " + rates(3))));
+  ASSERT_NE(rates(3), rates(5));
+}
+
+/// Checkpoints say a momentum that nobody gave, from when nothing was no value of it.
+TEST_F(Runs, AMomentumThatNobodyGaveIsNoChange) {
+  ResumePoint point{.folder = "saved", .manifest = {}};
+  Config saved = settings(ddp2_, {});
+  const auto changes = [&](std::optional<double> momentum) {
+    saved.optim.momentum = momentum;
+    point.manifest.progress = progress_json(saved, {}, {}, {}, 2);
+    return changes_since(point, settings(ddp2_, {}));
+  };
+  EXPECT_THAT(changes(0.0), IsEmpty());
+  EXPECT_THAT(changes(std::nullopt), IsEmpty());
+  EXPECT_THAT(changes(0.9), ElementsAre(HasSubstr("optim.momentum = 0.0 (was 0.9)")));
+}
+
+/// Two runs that log into one folder, of which the first goes on.
+TEST_F(Runs, TheRecordsOfAnotherRunAreNotGoneOnWith) {
+  const auto logs = folder_ / "logs";
+  std::filesystem::create_directories(logs);
+  const auto train = [&](const std::string& dir, int64_t last, const std::string& resume) {
+    const Config config = settings(ddp2_, {"log.dir=" + logs.string(), "checkpoint.dir=" + (folder_ / dir).string(), "checkpoint.every=2",
+                                           "run.steps=" + std::to_string(last), "checkpoint.resume=" + resume});
+    ::testing::internal::CaptureStderr();
+    comm::run_ranks(2, [&](comm::World& ranks) {
+      Trainer trainer(config, ranks, open_inputs(config));
+      trainer.add_observer(std::make_unique<MetricsFile>());
+      trainer.run();
+    });
+    return ::testing::internal::GetCapturedStderr();
+  };
+  const auto steps = [&](const std::string& name) {
+    std::vector<int64_t> found;
+    std::ifstream in(logs / name);
+    for (std::string line; std::getline(in, line);) found.push_back(nlohmann::json::parse(line).at("step"));
+    return found;
+  };
+  train("a", 2, "");
+  EXPECT_THAT(train("a", 4, "latest"), Not(HasSubstr("another run")));
+  EXPECT_THAT(steps("metrics.jsonl"), ElementsAre(1, 2, 3, 4));
+  train("b", 2, "");
+  EXPECT_THAT(train("a", 6, "latest"), HasSubstr("metrics.jsonl: 2 of its lines are of another run"));
+  EXPECT_THAT(steps("metrics.jsonl"), ElementsAre(5, 6));
+  EXPECT_THAT(steps("metrics.jsonl.another-run-1"), ElementsAre(1, 2));
+}
+
 TEST_F(Runs, AnotherBatchGoesOnAtTheNextSample) {
   run_into("a", 4, {});
   run_into("a", 5, {"checkpoint.resume=latest", "batch.global_size=6"});

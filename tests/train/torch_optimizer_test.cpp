@@ -485,6 +485,45 @@ TEST(TorchOptimizerCheckpoints, RefuseAnotherModelInThePlaceOfOne) {
   });
 }
 
+/// One of two models may be a part of the other, in either order: what an actor has besides its critic's layers, a teacher's further layers, running
+/// statistics.
+TEST(TorchOptimizerCheckpoints, RefuseAPartOfAModelInThePlaceOfTheWhole) {
+  struct Actor : torch::nn::Module {
+    explicit Actor(bool whole) {
+      register_module("fc", torch::nn::Linear(5, 4));
+      if (whole) register_parameter("log_std", at::zeros({4}));
+    }
+  };
+  struct Normed : torch::nn::Module {
+    explicit Normed(bool normed) {
+      register_module("fc", torch::nn::Linear(5, 4));
+      if (normed) register_buffer("mean", at::zeros({4}));
+    }
+  };
+  const checkpoint::TemporaryFolder folder;
+  run_ranks(2, [&](World& world) {
+    const auto save = [&](const std::string& name, torch::nn::Module& model) {
+      torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.1));
+      return checkpoint::save(folder / name, 1, model, optimizer, world.group());
+    };
+    Actor actor(true), critic(false);
+    const auto refused = [](const std::string& what) { return ::testing::ThrowsMessage<Error>(AllOf(HasSubstr(what), HasSubstr("a folder of its own"))); };
+    save("a", actor);
+    EXPECT_THAT([&] { save("a", critic); }, refused("which has 'model.log_std', where this save has none"));
+    EXPECT_NO_THROW(save("a", actor));
+    save("b", critic);
+    EXPECT_THAT([&] { save("b", actor); }, refused("which has no 'model.log_std'"));
+    Normed with(true), without(false);
+    save("c", with);
+    EXPECT_THAT([&] { save("c", without); }, refused("which has 'buffer.mean', where this save has none"));
+    save("d", without);
+    EXPECT_THAT([&] { save("d", with); }, refused("which has no 'buffer.mean'"));
+    torch::optim::Adam other(actor.parameters());
+    EXPECT_THAT([&] { checkpoint::save(folder / "a", 1, actor, other, world.group()); }, refused("updated by sgd, where this save's is by adam"));
+    for (const auto& kept : std::filesystem::directory_iterator(folder / "a")) EXPECT_EQ(kept.path().filename(), "step-00000001");
+  });
+}
+
 /// A place in the data that each rank has for itself would be lost but for rank 0's.
 TEST(TorchOptimizerCheckpoints, RefuseProgressThatDiffersByRank) {
   const checkpoint::TemporaryFolder folder;

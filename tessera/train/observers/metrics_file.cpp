@@ -13,6 +13,7 @@
 #include "tessera/core/log.h"
 #include "tessera/core/poll.h"
 #include "tessera/core/system_reason.h"
+#include "tessera/train/observers/run_record.h"
 
 namespace tessera {
 namespace {
@@ -21,14 +22,15 @@ using Json = nlohmann::ordered_json;
 
 /// What a file of records holds; nothing where there is none.
 struct Records {
-  std::string kept;     ///< the lines that tell of steps before the first
+  std::string kept;     ///< the lines that tell of the run's own steps
+  int64_t others = 0;   ///< lines that tell of later ones
   int64_t unknown = 0;  ///< lines that are no records, but for a last one that was cut
 };
 
 /// How sentences about it begin.
 std::string named(const std::filesystem::path& file) { return detail::concat("log.dir = ", file.parent_path().string(), ": ", file.filename().string()); }
 
-Records read_records(const std::filesystem::path& file, int64_t first_step) {
+Records read_records(const std::filesystem::path& file, int64_t own_steps) {
   constexpr const char* way_out = "; what it holds would be lost, so choose another log.dir";
   errno = 0;
   std::ifstream in(file);
@@ -40,20 +42,25 @@ Records read_records(const std::filesystem::path& file, int64_t first_step) {
     const bool known = object.is_object() && step != object.end() && step->is_number_integer();
     const bool cut = in.eof() && line.starts_with('{');
     if (!known && !cut) ++records.unknown;
-    if (known && step->get<int64_t>() < first_step) records.kept += line + '\n';
+    if (!known) continue;
+    if (step->get<int64_t>() <= own_steps) {
+      records.kept += line + '\n';
+    } else {
+      ++records.others;
+    }
   }
   require(!in.bad(), named(file), ": cannot be read to its end: ", std::strerror(errno), way_out);  // to the loop an error is an end
   return records;
 }
 
-/// Nobody's records, or damaged ones: a copy stays beside what takes their place, under a name that nothing has.
-void keep_aside(const std::filesystem::path& file, int64_t unknown) {
-  const auto aside = name_aside(file, "unreadable");
+/// What is none of this run's: a copy stays beside what takes its place, under a name that nothing has. `what` of its lines are so.
+void keep_aside(const std::filesystem::path& file, const std::string& suffix, int64_t lines, const std::string& what) {
+  const auto aside = name_aside(file, suffix);
   std::error_code error;
   std::filesystem::copy_file(file, aside, error);
-  require(!error, named(file), " holds ", unknown, " lines that are no records of a run, and a copy of it cannot be kept: ", error.message(),
+  require(!error, named(file), ": ", lines, " of its lines are ", what, ", and a copy of it cannot be kept: ", error.message(),
           "; move it elsewhere, or choose another log.dir");
-  log().warn("{}: {} of its lines are no records of a run; as it was it is kept in {}", file.string(), unknown, aside.filename().string());
+  log().warn("{}: {} of its lines are {}; as it was it is kept in {}", file.string(), lines, what, aside.filename().string());
 }
 
 Json by_name(const MemoryByCategory& bytes) {
@@ -62,8 +69,8 @@ Json by_name(const MemoryByCategory& bytes) {
   return object;
 }
 
-/// Opens `file` for appending behind the lines it keeps. They are replaced by a rename, so that no crash loses them.
-void continue_file(const std::filesystem::path& file, int64_t first_step, RecordFile& records) {
+/// Opens `file` for appending behind the lines it keeps, those up to `own_steps`. They are replaced by a rename, so that no crash loses them.
+void continue_file(const std::filesystem::path& file, int64_t first_step, int64_t own_steps, RecordFile& records) {
   const std::filesystem::path partial = file.string() + ".partial";
   for (const auto& path : {file, partial}) {
     std::error_code ignored;
@@ -71,8 +78,11 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, Record
     require(!std::filesystem::exists(found) || std::filesystem::is_regular_file(found), named(path),
             " is not a regular file, and keeps no records; remove it, or choose another log.dir");
   }
-  const auto [kept, unknown] = read_records(file, first_step);
-  if (unknown > 0) keep_aside(file, unknown);
+  const auto [kept, others, unknown] = read_records(file, own_steps);
+  if (unknown > 0) keep_aside(file, "unreadable", unknown, "no records of a run");
+  if (others > 0 && own_steps + 1 < first_step) {
+    keep_aside(file, "another-run", others, detail::concat("of another run, or of another line of it, than the one that goes on from step ", first_step - 1));
+  }
   errno = 0;
   std::error_code error;
   std::ofstream out(partial, std::ios::trunc);
@@ -95,15 +105,18 @@ void MetricsFile::check_free(const std::filesystem::path& log_dir, std::chrono::
 
 void MetricsFile::on_start(const RunInfo& run) {
   check_free(run.log_dir);
-  continue_file(run.log_dir / "metrics.jsonl", run.first_step, metrics_);
-  continue_file(run.log_dir / "validation.jsonl", run.first_step, validation_);
+  const RunRecord writer(run.log_dir);
   run_ = run;
+  own_steps_ = writer.own_steps(run);
+  continue_file(run.log_dir / "metrics.jsonl", run.first_step, own_steps_, metrics_);
+  continue_file(run.log_dir / "validation.jsonl", run.first_step, own_steps_, validation_);
   std::error_code ignored;
   if (std::filesystem::exists(run.log_dir / "timeline.jsonl", ignored)) open_timeline();  // an earlier run's are none of this one
+  writer.write(run);                                                                      // last, for who ends before has taken nothing over
 }
 
 void MetricsFile::open_timeline() {
-  continue_file(run_.log_dir / "timeline.jsonl", run_.first_step, timeline_);
+  continue_file(run_.log_dir / "timeline.jsonl", run_.first_step, own_steps_, timeline_);
   timed_ = true;
 }
 

@@ -8,9 +8,12 @@
 #include <unistd.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/core/host_name.h"
+#include "tessera/core/log.h"
 #include "tessera/core/system_reason.h"
 #include "tessera/train/observers/event_record.h"
+#include "tessera/train/observers/run_record.h"
 
 namespace tessera {
 namespace {
@@ -23,6 +26,18 @@ void TensorBoard::on_start(const RunInfo& run) {
   const std::filesystem::path folder = run.log_dir / "tensorboard";
   constexpr std::string_view prefix = "events.out.tfevents.";
   std::error_code error;
+  const RunRecord writer(folder);
+  const int64_t own_steps = writer.own_steps(run);
+  if (run.first_step > 1 && own_steps == 0 && std::filesystem::exists(folder, error)) {
+    const auto aside = name_aside(folder, "another-run");
+    std::filesystem::rename(folder, aside, error);
+    require(!error, "log.dir = ", run.log_dir.string(), ": tensorboard/ is another run's than the one that goes on from step ", run.first_step - 1,
+            ", and cannot be set aside: ", error.message(), "; move it elsewhere, or choose another log.dir");
+    log().warn("{}: is another run's than the one that goes on from step {}: set aside in {}", folder.string(), run.first_step - 1, aside.filename().string());
+  } else if (own_steps + 1 < run.first_step) {
+    log().warn("{}: events beyond step {} are of another line of this run than the one that goes on from step {}: readers pass over them", folder.string(),
+               own_steps, run.first_step - 1);
+  }
   std::filesystem::create_directories(folder, error);
   // A run from its first step starts anew, as metrics.jsonl does: readers would mix it with the older run.
   for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
@@ -35,7 +50,8 @@ void TensorBoard::on_start(const RunInfo& run) {
   require(out_.open(file), "log.dir = ", run.log_dir.string(), ": ", file.string(), " cannot be written: ", reason_of_writing(errno),
           "; choose another log.dir");
   write(file_version_event(now));
-  if (run.first_step > 1) write(restart_event(now, run.first_step));
+  if (run.first_step > 1) write(restart_event(now, own_steps + 1));
+  writer.write(run);
 }
 
 void TensorBoard::after_step(const StepResult& result) {

@@ -53,7 +53,6 @@ tessera_sim_suite(recompute LEFT_OUT
 tessera_sim_suite(data_parallel ALSO_PRIVATE LEFT_OUT
   DdpPlaces.AreTakenByTheFirstGradientAndNotCopied             # on CUDA autograd adds up gradients itself
   OrthonormalizeRows.*                                         # on CUDA by libtorch's QR
-  DdpPlainLoop.AnOptimizersStepOnGradientsOfThisRankAloneIsRefused                                     # writes are seen on the CPU alone
   TreePlainLoop.AParameterThatGetsAnotherFormWithinARunIsRefused PowerSgd.ADryRunMakesTheSameCalls)   # name the CPU
 tessera_sim_suite(zero ALSO_PRIVATE LEFT_OUT
   ZeroGradients.OvertakingOneThatIsComputedInPlaceAreThoseOfTheStep  # a program that is refused once it has written what is on its way
