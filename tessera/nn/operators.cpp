@@ -1,6 +1,7 @@
 #include "tessera/nn/operators.h"
 
 #include <numeric>
+#include <string_view>
 #include <utility>
 
 #include <ATen/core/Tensor.h>
@@ -91,8 +92,16 @@ double product_flops(const std::string& name, at::ArrayRef<c10::IValue> argument
   };
   if (name == "tessera::grouped_product") return grouped(3, sizes(1)[1] * sizes(1)[2]);
   if (name == "tessera::grouped_product_within") return grouped(2, sizes(0)[1] * sizes(1)[1]);
-  if (name == "aten::_scaled_dot_product_flash_attention_for_cpu") return attention(0, 2);
-  if (name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward") return attention(1, 5);  // one of them makes the weights again
+  constexpr std::string_view kAttention = "aten::_scaled_dot_product_", kBackward = "_backward";
+  if (!name.starts_with(kAttention)) return 0;
+  std::string_view kernel = std::string_view(name).substr(kAttention.size());
+  const bool backward = kernel.ends_with(kBackward);
+  if (backward) kernel.remove_suffix(kBackward.size());
+  // What attention is on each kind of device; that by products (attention_math) is seen by its products.
+  for (const std::string_view whole :
+       {"flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable"}) {
+    if (kernel == whole) return backward ? attention(1, 5) : attention(0, 2);  // one of the five makes the weights again
+  }
   return 0;
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <numeric>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -134,18 +136,22 @@ std::vector<int> placement(const PipelineConfig& config, int ranks) {
   return schedules::make_schedule({.name = known.name, .ranks = ranks, .micro_batches = 2 * ranks, .chunks = config.virtual_stages}).rank_of;
 }
 
-/// FLOPs of each link of the model, forward and backward, as if it were a stage by itself.
-/// Whose stages are not known yet: what the ranks may keep, each by recompute.budget_bytes, is shared out among all layers.
-std::vector<double> costs_of_links(const Config& asked, int ranks) {
-  Config config = asked;
-  config.recompute.budget_bytes *= ranks;
+/// FLOPs of each link of the model, forward and backward, as if it were a stage by itself. Whose stages are not known yet: what each rank keeps, by
+/// recompute.budget_bytes, is taken from stages of as many blocks each, and as no block is known to be one of those that are computed again, all bear the mean.
+std::vector<double> costs_of_links(const Config& config, const std::vector<int>& rank_of_stage) {
+  const int64_t layers = config.model.layers;
   PipelineLayout single;
-  for (int64_t link = 0; link < config.model.layers + 2; ++link) {
+  for (int64_t link = 0; link < layers + 2; ++link) {
+    const int64_t block = std::clamp<int64_t>(link - 1, 0, layers - 1);
     single.links.push_back({link, link + 1});
-    single.rank_of.push_back(0);
+    single.rank_of.push_back(rank_of_stage[static_cast<size_t>(block * std::ssize(rank_of_stage) / layers)]);
   }
   std::vector<double> costs;
   for (const StageFlops& link : stage_flops(config, single)) costs.push_back(link.total());
+  if (config.recompute.budget_bytes > 0) {
+    const auto blocks = std::span(costs).subspan(1, costs.size() - 2);
+    std::ranges::fill(blocks, std::accumulate(blocks.begin(), blocks.end(), 0.0) / static_cast<double>(blocks.size()));
+  }
   return costs;
 }
 
@@ -208,7 +214,8 @@ PipelineLayout pipeline_layout(const Config& config, int ranks) {
   const std::vector<std::string> links = link_names(config.model);
   // A wish for more stages than links is refused alike.
   const bool by_cost = config.pipeline.split == std::vector<std::string>{"cost"} && stages <= std::ssize(links);
-  const auto runs = by_cost ? pipeline::split_by_cost(costs_of_links(config, ranks), stages) : pipeline::split_chain(links, stages, config.pipeline.split);
+  const auto runs =
+      by_cost ? pipeline::split_by_cost(costs_of_links(config, layout.rank_of), stages) : pipeline::split_chain(links, stages, config.pipeline.split);
   for (const auto& [begin, end] : runs) layout.links.push_back({begin, end});
   return layout;
 }

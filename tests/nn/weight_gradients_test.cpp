@@ -1,5 +1,9 @@
 #include "tessera/nn/weight_gradients.h"
 
+#include <string>
+#include <vector>
+
+#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
@@ -187,6 +191,18 @@ TEST(FlopCounter, CountsTheRowsThatGroupsHave) {
   EXPECT_EQ(counter->flops(), 2.0 * 7 * 6 * 4);
   y.sum().backward();
   EXPECT_EQ(counter->flops(), 3 * 2.0 * 7 * 6 * 4);
+}
+
+/// By the kernel of any device: those of CUDA are not run where this is.
+TEST(FlopCounter, CountsAttentionOfEveryDevice) {
+  const at::Tensor q = at::empty({2, 3, 5, 4}, at::kMeta), k = at::empty({2, 3, 7, 4}, at::kMeta);
+  const double product = 2.0 * 2 * 3 * 5 * 7 * 4;
+  for (const std::string kernel : {"flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable"}) {
+    const std::string name = "aten::_scaled_dot_product_" + kernel;
+    EXPECT_EQ(product_flops(name, std::vector<c10::IValue>{q, k, k}), 2 * product) << name;
+    EXPECT_EQ(product_flops(name + "_backward", std::vector<c10::IValue>{q, q, k, k}), 5 * product) << name;
+  }
+  EXPECT_EQ(product_flops("aten::_scaled_dot_product_attention_math", std::vector<c10::IValue>{q, k, k}), 0) << "its products are seen";
 }
 
 }  // namespace

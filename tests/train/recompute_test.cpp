@@ -319,5 +319,24 @@ TEST(RecomputeMemory, ABudgetIsThatOfEachRankOfAPipeline) {
   EXPECT_THROW(check(inputs - 1), ConfigError);
 }
 
+/// Which layers of a stage are computed again follows from the cut; a cut that takes the first ones of the model for dear would be uneven.
+TEST(RecomputeMemory, ABudgetLeavesACutByCostEven) {
+  const auto cut = [](const std::string& budget, int64_t layers, int ranks) {
+    Config config = parse_config(
+        "[model]\nfamily = \"llama\"\ndim = 64\nheads = 4\nffn_dim = 96\nvocab_size = 16\n[data]\nseq_len = 32\n[batch]\nglobal_size = 4\n"
+        "micro_size = 2\n[optim]\nlr = 1e-3\n[run]\nsteps = 1\n[recompute]\nmode = \"full\"\n",
+        "/",
+        {"data.cache_dir=/", "pipeline.split=[\"cost\"]", "recompute.budget_bytes=" + budget, "model.layers=" + std::to_string(layers),
+         "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"});
+    resolve(config);
+    std::vector<int64_t> links;
+    for (const ChainRange& stage : pipeline_layout(config, ranks).links) links.push_back(stage.end - stage.begin);
+    return links;
+  };
+  EXPECT_THAT(cut("1000000", 16, 2), ::testing::ElementsAre(5, 4, 4, 5)) << "with the embedding and a small head at the ends";
+  const auto refused = testing_support::refusal([&] { cut("1000", 16, 2); });
+  EXPECT_THAT(refused, ::testing::HasSubstr("budget_bytes = 1000")) << "the number that was given";
+}
+
 }  // namespace
 }  // namespace tessera
