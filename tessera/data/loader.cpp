@@ -34,8 +34,8 @@ void shape(MicroBatch& micro, const std::vector<int64_t>& lengths, bool packed, 
 
 int64_t columns_of(const MicroBatch& micro, const ColumnShare& columns) { return columns.cut() ? micro.cut->columns(columns.rank) : micro.seq_len; }
 
-/// Memory for a rank's columns.
-void allocate(MicroBatch& micro, bool packed, Reads reads, const ColumnShare& share, at::Device device) {
+/// Memory for a rank's columns. `padded`: some of them may hold no text.
+void allocate(MicroBatch& micro, bool packed, bool padded, Reads reads, const ColumnShare& share, at::Device device) {
   const auto placed = at::TensorOptions().dtype(at::kLong).device(device);
   const int64_t columns = columns_of(micro, share);
   if (share.cut()) micro.positions = at::empty({columns}, placed);
@@ -43,6 +43,7 @@ void allocate(MicroBatch& micro, bool packed, Reads reads, const ColumnShare& sh
   if (packed) micro.places = at::empty({columns}, placed);
   if (reads.tokens) micro.tokens = at::empty({micro.rows, columns}, placed);
   if (reads.labels) micro.labels = at::empty({micro.rows, columns}, placed);
+  if (reads.padding && padded) micro.padding = at::empty({micro.rows, columns}, placed.dtype(at::kBool));
 }
 
 /// Ids and places of the documents, of these lengths, that the columns in `runs` belong to.
@@ -89,7 +90,7 @@ int64_t samples_of_length(int64_t samples, int64_t length, const Corpus& corpus,
 template <class Tensor, class Micro>
 std::vector<Tensor*> defined_of(Micro& micro) {
   std::vector<Tensor*> tensors;
-  for (Tensor* tensor : {&micro.tokens, &micro.labels, &micro.positions, &micro.document_ids, &micro.places}) {
+  for (Tensor* tensor : {&micro.tokens, &micro.labels, &micro.positions, &micro.document_ids, &micro.places, &micro.padding}) {
     if (tensor->defined()) tensors.push_back(tensor);
   }
   return tensors;
@@ -150,7 +151,7 @@ StepBatch dry_batch(const LoaderOptions& options, int64_t step, at::Device devic
   const std::vector<int64_t> lengths = dry_documents(options);
   for (MicroBatch& micro : batch.micro_batches) {
     shape(micro, lengths, options.packed, options.micro_size, options.seq_len, options.columns);
-    allocate(micro, options.packed, options.reads, options.columns, device);
+    allocate(micro, options.packed, /*padded=*/options.packed, options.reads, options.columns, device);
     if (micro.index >= 0) micro.valid_tokens = micro.rows * columns_of(micro, options.columns);
   }
   return batch;
@@ -182,12 +183,15 @@ void fill_with(const Corpus& corpus, const std::vector<int64_t>& windows, int64_
     if (packed && used < seq_len) documents.push_back(seq_len - used);
   }
   shape(micro, packed ? documents : std::vector<int64_t>(windows.size(), seq_len), packed, std::ssize(windows), seq_len, columns);
-  allocate(micro, packed, reads, columns, at::kCPU);
+  // A micro-batch that is all padding has no token that could meet it. Packed windows have a mask whether or not they are full, as a plan counts it.
+  const auto empty = std::ranges::count_if(windows, [](int64_t window) { return window < 0; });
+  allocate(micro, packed, packed || (empty > 0 && empty < std::ssize(windows)), reads, columns, at::kCPU);
   const auto runs = columns.cut() ? micro.cut->runs[static_cast<size_t>(columns.rank)] : std::vector<ColumnRun>{{0, micro.seq_len}};
   if (columns.cut()) micro.positions.copy_(micro.cut->positions(columns.rank, at::kCPU));
   if (packed) write_documents(documents, runs, micro);
   if (micro.tokens.defined()) micro.tokens.zero_();
   if (micro.labels.defined()) micro.labels.fill_(ignored_label);
+  if (micro.padding.defined()) micro.padding.fill_(true);
   micro.valid_tokens = 0;
   for (size_t row = 0; row < rows.size(); ++row) {
     int64_t next = static_cast<int64_t>(row) * micro.columns();
@@ -195,6 +199,7 @@ void fill_with(const Corpus& corpus, const std::vector<int64_t>& windows, int64_
       for_each_overlap(rows[row], begin, size, [&](int64_t first, int64_t column, int64_t count) {
         if (micro.tokens.defined()) corpus.read(first, count, micro.tokens.mutable_data_ptr<int64_t>() + next + column);
         if (micro.labels.defined()) corpus.read(first + 1, count, micro.labels.mutable_data_ptr<int64_t>() + next + column);
+        if (micro.padding.defined()) std::fill_n(micro.padding.mutable_data_ptr<bool>() + next + column, count, false);
         micro.valid_tokens += count;
       });
       next += size;

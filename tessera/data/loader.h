@@ -19,6 +19,7 @@ inline constexpr int64_t ignored_label = -100;
 /// What a rank reads of a text. Of a model that is cut into stages the first takes tokens, the last labels, and those between know shapes and counts alone.
 struct Reads {
   bool tokens = true, labels = true;
+  bool padding = false;  ///< where there is no text: for layers in which tokens compete with each other, on any stage
 
   bool any() const { return tokens || labels; }
 };
@@ -33,6 +34,7 @@ struct MicroBatch {
   at::Tensor positions{};                    ///< [columns] int64: where the columns lie in the row; undefined: they are all here, in order
   at::Tensor document_ids{};                 ///< [1, columns] int64: in which column of the row each column's document begins; undefined: a row is one document
   at::Tensor places{};                       ///< [columns] int64: where the columns lie in their documents; undefined as document_ids
+  at::Tensor padding{};                      ///< [rows, columns] bool: which hold no text; undefined where nobody reads that; of a stream, where all or none do
   int64_t rows = 0, seq_len = 0;             ///< of whole rows; on every rank
   int64_t row_samples = 1;                   ///< samples in a row, of seq_len / row_samples columns each
   std::shared_ptr<const SequenceCut> cut{};  ///< of a row, over the ranks that share it; null: it is whole
@@ -43,6 +45,7 @@ struct MicroBatch {
   /// Those of all ranks' micro-batches at this place in their runs, known without communication: what a gradient of these alone is normalised by.
   int64_t global_valid_tokens = 0;
 
+  int64_t padding_size() const { return padding.defined() ? padding.numel() - valid_tokens : 0; }
   int64_t columns() const { return positions.defined() ? positions.size(0) : seq_len; }
   int64_t sample_columns() const { return seq_len / row_samples; }
 };
@@ -96,7 +99,7 @@ struct Cursor {
 /// rank knows which documents lie where, of micro-batches that it reads nothing of, too.
 ///
 /// Memory: micro_batches * micro_size * columns * 8 bytes a step for tokens, where they are read, and as much for labels, for ids and places of documents; no
-/// buffer of its own (the kernel reads the next step's pages ahead). One object, one thread.
+/// buffer of its own (the kernel reads the next step's pages ahead); for Reads::padding an eighth of it. One object, one thread.
 class Loader {
  public:
   /// Throws ConfigError where global_size is no multiple of micro_size, has fewer micro-batches than ranks, or exceeds the windows of the corpus.

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <utility>
 
+#include "tessera/nn/sample_scope.h"
+
 namespace tessera::experts {
 namespace {
 
@@ -35,6 +37,7 @@ int dry_part_of(int world_rank, int otherwise) {
 std::vector<int64_t> dry_load(int64_t rows, int64_t experts, int64_t block, int64_t here, int routed_by) {
   const DryRouting& routing = *assumed;
   std::vector<int64_t> load(static_cast<size_t>(experts), 0), own, others;
+  if (routing.load == DryLoad::Fewest && nn::SampleScope::current().padding.defined()) return load;
   for (int64_t expert = 0; expert < experts; ++expert) (expert / block == here ? own : others).push_back(expert);
   if (routing.load == DryLoad::Even || others.empty()) {
     own.insert(own.end(), others.begin(), others.end());

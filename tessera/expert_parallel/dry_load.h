@@ -36,7 +36,8 @@ class DryRoutingScope {
 
 /// Of `rows` that a rank has, those of each of the experts that lie in blocks of `block` experts, the block of `here` being this rank's.
 /// `routed_by`: so many ranks have parts of the same tokens' rows, which lie by expert: one of them may have all rows of an expert.
-/// Fewest: none for this block, where there is another; Most: as many for it as the tokens of these rows can send, and a capacity lets pass.
+/// Fewest: none for this block, where there is another, and none at all where rows may be padding (nn::SampleContext::padding); Most: as many for it as the
+/// tokens of these rows can send, and a capacity lets pass.
 std::vector<int64_t> dry_load(int64_t rows, int64_t experts, int64_t block, int64_t here, int routed_by = 1);
 
 /// Rows of all tokens of another rank of the world where rank `world_rank` has `rows`.

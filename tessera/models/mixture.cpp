@@ -10,6 +10,7 @@
 #include "tessera/nn/calls.h"
 #include "tessera/nn/meanwhile.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/sample_scope.h"
 
 namespace tessera {
 
@@ -53,9 +54,13 @@ at::Tensor MixtureFeedForwardImpl::forward(const at::Tensor& x) {
   const auto [weights, chosen] = router_(tokens);
   kernels::DispatchLimits limits{.places = options.places(tokens.size(0))};
   if (capacity_factor_ > 0 && is_training() && options.kind != nn::RouterKind::ExpertChoice) {
-    const double even = static_cast<double>(*limits.places) / static_cast<double>(options.experts);
-    limits.capacity = std::max<int64_t>(1, static_cast<int64_t>(std::ceil(capacity_factor_ * even)));
-    limits.places = std::min(*limits.places, *limits.capacity * options.experts);
+    const auto capacity_of = [&](int64_t count) {
+      const double even = static_cast<double>(options.places(count)) / static_cast<double>(options.experts);
+      return std::max<int64_t>(1, static_cast<int64_t>(std::ceil(capacity_factor_ * even)));
+    };
+    // Padding leaves no room to tokens that they would not have without it; only memory is that of rows that may all be tokens.
+    limits.capacity = capacity_of(tokens.size(0) - nn::SampleScope::padding(tokens.size(0)).size.value_or(0));
+    limits.places = std::min(*limits.places, capacity_of(tokens.size(0)) * options.experts);
   }
   const kernels::Dispatch where = kernels::dispatch(chosen, options.experts, limits);
   if (limits.capacity) router_->count_dropped(chosen, where.counts);

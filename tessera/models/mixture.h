@@ -15,7 +15,7 @@ namespace tessera {
 ///   shared   w1, w3 [Fs, D], w2 [D, Fs]  with model.shared_ffn_dim (DeepSeekMoE, arXiv:2401.06066); `shared_gate` [1, D] scales it by sigmoid(gate x)
 ///   (Qwen-MoE)
 /// Tokens are sorted by expert, and nothing is dropped unless moe.capacity_factor asks for it, and then in training alone. A token whose choices were all
-/// dropped keeps its residual stream.
+/// dropped keeps its residual stream; so does padding (nn::SampleContext::padding), which no expert sees, but for the shared one.
 class MixtureFeedForwardImpl : public nn::Module {
  public:
   explicit MixtureFeedForwardImpl(const ModelConfig& config);

@@ -9,6 +9,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/nn/module.h"
+#include "tessera/nn/sample_scope.h"
 
 /// Which experts of a mixture a token takes, and with what weights.
 ///
@@ -37,7 +38,7 @@ struct RouterOptions {
 ///   balance  E sum_e f_e P_e (Switch): f_e the share of choices that fall on expert e, P_e its mean probability; 1 where both are even
 ///   z        mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906)
 /// Layers add up; a micro-batch counts by its share of the step's tokens, by SampleScope (outside of one, as in a plain loop whose loss is a sum over tokens,
-/// by their number), so that it does not matter how micro-batches are dealt over ranks.
+/// by their number), so that it does not matter how micro-batches are dealt over ranks. Rows that a SampleContext calls padding are no tokens here.
 struct RouterLosses {
   double balance = 0, z = 0;
 };
@@ -56,7 +57,8 @@ class RouterChoiceImpl : public Module {
 TESSERA_MODULE(RouterChoice);
 
 /// x [T, D] -> weights [T, K] fp32, chosen [T, K] int64 (expert choice: [T, E]). `weight` [E, D]; logits, probabilities and weights are fp32 whatever the
-/// compute dtype, for a rounding may change the choice. Kind Sigmoid has a buffer `bias` [E] fp32, which only balance() changes.
+/// compute dtype, for a rounding may change the choice. Padding (SampleContext::padding) chooses nothing, -1, takes no expert's place and is counted nowhere.
+/// Kind Sigmoid has a buffer `bias` [E] fp32, which only balance() changes.
 class RouterImpl : public Module {
  public:
   explicit RouterImpl(const RouterOptions& options);
@@ -76,8 +78,8 @@ class RouterImpl : public Module {
   }
 
   /// Sums over the training forwards since it was last taken, fp64 [E + 4] on the weight's device: choices per expert, before any were dropped; tokens; the
-  /// balance and the z term times tokens; choices that were dropped. What is computed again, and micro-batches that are padding, are not counted. Undefined
-  /// before a first forward.
+  /// balance and the z term times tokens; choices that were dropped. What is computed again, and padding, in a micro-batch or a whole one, is not counted.
+  /// Undefined before a first forward.
   const at::Tensor& statistics() const noexcept { return statistics_; }
   void clear_statistics();
   static constexpr int64_t kBehindLoad = 4;
@@ -91,7 +93,8 @@ class RouterImpl : public Module {
 
  private:
   bool counts() const;  ///< whether the forward that runs now is one to count
-  at::Tensor with_losses(const at::Tensor& weights, const at::Tensor& logits, const at::Tensor& scores, const at::Tensor& chosen);
+  at::Tensor with_losses(const at::Tensor& weights, const at::Tensor& logits, const at::Tensor& scores, const at::Tensor& chosen,
+                         const SampleScope::Padding& padding);
 
   RouterOptions options_;
   RouterLosses losses_;

@@ -33,9 +33,10 @@ at::Tensor make_rows(const SampleContext& context, int64_t batch, int64_t column
 
 bool SampleContext::operator==(const SampleContext& other) const {
   const auto numbers = [](const SampleContext& context) {
-    return std::tie(context.seed, context.step, context.first_sample, context.first_column, context.seq_len, context.expected_gradient, context.valid_tokens);
+    return std::tie(context.seed, context.step, context.first_sample, context.first_column, context.seq_len, context.expected_gradient, context.valid_tokens,
+                    context.padding_size);
   };
-  return numbers(*this) == numbers(other) && positions.is_same(other.positions);
+  return numbers(*this) == numbers(other) && positions.is_same(other.positions) && padding.is_same(other.padding);
 }
 
 SampleScope::SampleScope(const SampleContext& context) : context_(context), outer_(std::exchange(*innermost, this)) {}
@@ -55,6 +56,16 @@ at::Tensor SampleScope::token_rows(int64_t batch, int64_t columns, at::Device de
     scope.columns_ = columns;
   }
   return scope.rows_;
+}
+
+SampleScope::Padding SampleScope::padding(int64_t tokens) {
+  const SampleContext& context = current();
+  if (!context.padding.defined()) return {.rows = {}, .size = 0};
+  const int64_t rows = context.padding.size(0), columns = tokens / rows;
+  invariant(tokens % rows == 0 && context.first_column + columns <= context.padding.size(1), tokens, " tokens from column ", context.first_column,
+            " on, of a micro-batch of shape ", context.padding.sizes());
+  const at::Tensor part = context.padding.narrow(1, context.first_column, columns).reshape({tokens});
+  return {.rows = part, .size = columns == context.padding.size(1) ? std::optional(context.padding_size) : std::nullopt};
 }
 
 uint64_t MaskKeys::next() { return Noted::next(draw_from_libtorch); }

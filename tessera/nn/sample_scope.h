@@ -22,6 +22,8 @@ struct SampleContext {
   int64_t seq_len = 0;           ///< of whole sequences; 0: what the tensor has
   double expected_gradient = 1;  ///< what backward will be called with for the summed loss, 1 / valid tokens of the step: saves the fused loss a pass
   std::optional<int64_t> valid_tokens = std::nullopt;  ///< of the micro-batch, by which terms beside the loss are weighed; nothing: nobody said
+  at::Tensor padding{};                                ///< bool [rows, columns] of the micro-batch: true where a column holds no token; undefined: all do
+  int64_t padding_size = 0;                            ///< how many those are: the host knows, and need not read it
 
   bool operator==(const SampleContext& other) const;
 };
@@ -41,6 +43,14 @@ class SampleScope {
   /// The global row, sample * seq_len + position, of every token of a local [batch, columns] piece: int64 [batch * columns] on `device`. Made once
   /// per scope and shared by all who ask.
   static at::Tensor token_rows(int64_t batch, int64_t columns, at::Device device);
+
+  /// Which of a call's rows are no tokens, where it has every token of the micro-batch as a row, or those of a part of the columns (sequence parallelism).
+  struct Padding {
+    at::Tensor rows{};            ///< bool [tokens]; undefined: nobody said that there are any
+    std::optional<int64_t> size;  ///< nothing: of a part, which only the device can count
+    bool any() const { return rows.defined(); }
+  };
+  static Padding padding(int64_t tokens);
 
  private:
   SampleContext context_;

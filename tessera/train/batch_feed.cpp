@@ -57,8 +57,10 @@ void BatchFeed::seek(const data::Cursor& cursor) {
 
 BatchFeed::Sent BatchFeed::send(data::StepBatch batch) const {
   auto tensors = distinct_tensors(batch.micro_batches);
+  // Words hold whatever a tensor has: numbers of eight bytes, and masks.
+  const auto words_of = [](const at::Tensor& tensor) { return static_cast<int64_t>((tensor.nbytes() + sizeof(int64_t) - 1) / sizeof(int64_t)); };
   int64_t elements = 0;
-  for (const auto& [key, tensor] : tensors) elements += tensor.numel();
+  for (const auto& [key, tensor] : tensors) elements += words_of(tensor);
   Sent sent{.batch = std::move(batch), .pinned = link_.empty(elements, at::kLong), .memory = {}, .arrival = {}};
   {
     // Behind nothing: the memory comes from the copies' own stream, and the step that computes now has no part in what is copied.
@@ -67,10 +69,10 @@ BatchFeed::Sent BatchFeed::send(data::StepBatch batch) const {
     auto* staged = sent.pinned.mutable_data_ptr<int64_t>();
     int64_t at = 0;
     for (auto& [key, tensor] : tensors) {
-      const int64_t size = tensor.numel();
-      std::memcpy(staged + at, tensor.const_data_ptr<int64_t>(), static_cast<size_t>(size) * sizeof(int64_t));
-      tensor = sent.memory.narrow(0, at, size).view(tensor.sizes());
-      at += size;
+      const int64_t words = words_of(tensor);
+      std::memcpy(staged + at, tensor.const_data_ptr(), tensor.nbytes());
+      tensor = sent.memory.narrow(0, at, words).view(tensor.scalar_type()).narrow(0, 0, tensor.numel()).view(tensor.sizes());
+      at += words;
     }
     sent.memory.copy_(sent.pinned, /*non_blocking=*/true);
     sent.arrival = link_.in.point();

@@ -26,8 +26,11 @@ class LogitsPass final : public Pass {
   Size size(int /*micro_batch*/) const override { return {.rows = micro_.rows, .seq_len = micro_.seq_len, .columns = micro_.columns(), .cut = micro_.cut}; }
   at::Tensor run(int /*micro_batch*/, const Compute& compute) override {
     const auto given = [](const at::Tensor& tensor) { return tensor.defined() ? std::optional(tensor) : std::nullopt; };
-    return compute(
-        {.tokens = micro_.tokens, .positions = given(micro_.places.defined() ? micro_.places : micro_.positions), .document_ids = given(micro_.document_ids)});
+    return compute({.tokens = micro_.tokens,
+                    .positions = given(micro_.places.defined() ? micro_.places : micro_.positions),
+                    .document_ids = given(micro_.document_ids),
+                    .padding = micro_.padding,
+                    .padding_size = micro_.padding_size()});
   }
   at::Tensor finish(int /*micro_batch*/, const at::Tensor& given) override {
     logits = given.to(at::kFloat);

@@ -45,7 +45,7 @@ class ForwardEngine {
   /// Gives all ranks of the pipeline what those of the last stage have in `tensor`.
   void share(const at::Tensor& tensor) const;
 
-  data::Reads reads() const { return {.tokens = takes_tokens_, .labels = holds_end()}; }
+  data::Reads reads() const { return {.tokens = takes_tokens_, .labels = holds_end(), .padding = model_.config().experts > 0}; }
   bool holds_end() const { return stages_.contains(static_cast<int>(rank_of_stage_.size()) - 1); }
   int end_rank() const { return rank_of_stage_.back(); }       ///< which of ranks() holds the last stage
   const comm::Group& ranks() const { return ranks_.ahead; }    ///< of the pipeline

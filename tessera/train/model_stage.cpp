@@ -1,5 +1,6 @@
 #include "tessera/train/model_stage.h"
 
+#include <optional>
 #include <utility>
 
 #include <ATen/ops/empty_like.h>
@@ -7,6 +8,7 @@
 
 #include "tessera/layout/slice.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/sample_scope.h"
 
 namespace tessera {
 
@@ -27,7 +29,9 @@ at::Tensor LossPass::run(int micro_batch, const Compute& compute) {
   return compute({.tokens = micro.tokens,
                   .labels = micro.labels,
                   .positions = given(micro.places.defined() ? micro.places : micro.positions),
-                  .document_ids = given(micro.document_ids)});
+                  .document_ids = given(micro.document_ids),
+                  .padding = micro.padding,
+                  .padding_size = micro.padding_size()});
 }
 
 at::Tensor LossPass::finish(int micro_batch, const at::Tensor& given) {
@@ -43,6 +47,14 @@ void LossPass::repeat_losses(size_t run) {
 
 at::Tensor ModelStage::compute(const StageCall& call, const Pass::Size& size, const std::vector<at::Tensor>& inputs) {
   if (stream_.before_each) stream_.before_each(size);
+  // What is computed again in backward takes it from here, in training; a pass without gradients has no other scope.
+  std::optional<nn::SampleScope> sample;
+  if (call.padding.defined()) {
+    nn::SampleContext here = nn::SampleScope::current();
+    here.padding = call.padding;
+    here.padding_size = call.padding_size;
+    sample.emplace(here);
+  }
   if (whole_ != nullptr) return nn::call(*whole_, call.tokens, call.labels, call.positions, call.document_ids, call.last_alone);
   const auto labels = gives_loss() ? call.labels : std::nullopt;
   return part_(takes_tokens() ? call.tokens : inputs.at(0), labels, size.columns, call.positions, call.document_ids, call.last_alone);

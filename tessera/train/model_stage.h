@@ -19,7 +19,9 @@ struct StageCall {
   at::Tensor tokens{};
   std::optional<at::Tensor> labels{};  ///< none: the model gives logits
   std::optional<at::Tensor> positions{}, document_ids{};
-  bool last_alone = false;  ///< logits of the last position alone
+  bool last_alone = false;   ///< logits of the last position alone
+  at::Tensor padding{};      ///< MicroBatch::padding
+  int64_t padding_size = 0;  ///< MicroBatch::padding_size
 };
 
 /// Micro-batches on their way through the stages of a model: where tokens come from, and what becomes of what the last stage makes of them. Training,

@@ -36,6 +36,8 @@ namespace tessera {
 
 namespace {
 
+constexpr int64_t kLostLosses = 2;  // in a row, after which a run with a loss scale stops
+
 kernels::KernelChoices choices_of(const ByPattern& kernels) {
   using kernels::KernelChoice;
   const auto choice_of = [](const std::string& choice) { return choice == "reference" ? KernelChoice::Reference : KernelChoice::Auto; };
@@ -136,7 +138,7 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
           .seed = static_cast<uint64_t>(*config.data.seed),
           .rank = mesh.rank(roles.batch),
           .ranks = mesh.size(roles.batch),
-          .reads = {.tokens = holder_of(stages.rank_of.front()), .labels = holder_of(stages.rank_of.back())},
+          .reads = {.tokens = holder_of(stages.rank_of.front()), .labels = holder_of(stages.rank_of.back()), .padding = config.model.experts > 0},
           .columns = {.rule = column_rule(config, mesh.size(roles.columns)), .rank = mesh.rank(roles.columns), .ranks = mesh.size(roles.columns)},
           .packed = config.data.documents != "none"};
 }
@@ -216,7 +218,7 @@ StepOutcome Stepper::step(const data::StepBatch& batch, const StepRequest& reque
   if (request.meanwhile) request.meanwhile();
   StepOutcome outcome = report(batch, losses, norm, own);
   clock_.has_read();
-  const bool updated = has_updated(batch, outcome.grad_norm);
+  const bool updated = has_updated(batch, outcome);
   if (updated) experts_.balance();
   if (updated && outcome.not_finite) {  // a loss may be lost where its gradient is not
     throw Error(
@@ -301,26 +303,32 @@ at::Tensor Stepper::forward_backward(const data::StepBatch& batch, const StepReq
   return losses;
 }
 
-bool Stepper::has_updated(const data::StepBatch& batch, double norm) {
+bool Stepper::has_updated(const data::StepBatch& batch, const StepOutcome& outcome) {
   if (updates_) {
-    require_finite_updates(batch, norm);
+    require_finite_updates(batch, outcome.grad_norm);
     return true;
   }
   using Decision = precision::LossScale::Decision;
   auto& scale = run_.loss_scale;
   const double used = scale.value();
-  const Decision decision = scale.after_backward(std::isfinite(norm));
+  const Decision decision = scale.after_backward(std::isfinite(outcome.grad_norm));
+  lost_losses_ = decision != Decision::Update && outcome.not_finite ? lost_losses_ + 1 : 0;
   if (decision == Decision::Update) return true;
   run_.optimizer->take_back_count();
-  if (decision == Decision::Stop) {
+  // What is reported is the loss before it is scaled, so no lower scale makes it a number. One batch may overflow where the next does not; two are the weights.
+  const bool lost = scale.enabled() && lost_losses_ >= kLostLosses;
+  if (decision == Decision::Stop || lost) {
     // The weights are still those that the step began with, so the passes may run again, this time under watch.
     const precision::NonFiniteWatch watch(*run_.model, run_.parameters);
     engine_.forward_backward(batch);
     const std::string where = precision::describe_non_finite(watch, run_.parts.empty() ? data_group_ : all_ranks_);
-    const std::string tried =
-        scale.enabled() ? detail::concat(" for ", scale.skipped_in_a_row(), " steps in a row (precision.max_skips), at a loss scale of ", format_float(used))
-                        : "";
-    const bool fixed = scale.enabled() && config_.precision.loss_scale != "dynamic";
+    std::string tried;
+    if (lost) {
+      tried = detail::concat(", and neither is the loss, which no precision.loss_scale changes, for ", lost_losses_, " steps in a row");
+    } else if (scale.enabled()) {
+      tried = detail::concat(" for ", scale.skipped_in_a_row(), " steps in a row (precision.max_skips), at a loss scale of ", format_float(used));
+    }
+    const bool fixed = scale.enabled() && config_.precision.loss_scale != "dynamic" && !lost;
     const std::string way = fixed ? "set a lower precision.loss_scale, or dynamic, which finds one"
                                   : way_on(batch.step) + (config_.optim.max_grad_norm > 0 ? "" : ", or with optim.max_grad_norm");
     throw Error(detail::concat("step ", batch.step, ": the gradient's norm is not finite", tried, ": ", where, "; the step was not applied: ", way));
@@ -335,7 +343,7 @@ bool Stepper::has_updated(const data::StepBatch& batch, double norm) {
 std::string Stepper::way_on(int64_t step) const {
   const auto& [every, z_loss] = std::tie(config_.checkpoint.every, config_.loss.z_loss);
   const std::string smaller = z_loss > 0 ? detail::concat("a smaller loss.z_loss (it is ", format_float(z_loss), ")") : std::string();
-  if (step == 1 && !resumed_)
+  if (step <= std::max<int64_t>(run_.loss_scale.skipped_in_a_row(), 1) && !resumed_)
     return smaller.empty() ? "no weight has been updated yet: look at those it began with, and at [precision]" : "start again with " + smaller;
   const bool saved = resumed_ || (!config_.checkpoint.dir.empty() && every > 0 && step > every);
   return detail::concat(saved ? "resume from the last checkpoint" : "start again", " with a lower optim.lr", smaller.empty() ? "" : ", or " + smaller);

@@ -83,15 +83,23 @@ class ChoiceReplayer : public nn::Interceptor {
     if (!key) return {own};
     const at::Tensor taken = taken_by_ranks(*key, own);
     if (!taken.defined()) return {own};
-    compared_.tokens += own.size(0);
-    if (own.numel() == 0) return {taken};
-    const int64_t flipped = own.ne(taken).any(1).sum().item<int64_t>();
-    compared_.flipped += flipped;
-    if (flipped > 0) compared_.margin = std::max(compared_.margin, margin_of(scores, own, taken));
+    // Of padding the router takes no choice.
+    const at::Tensor padding = nn::SampleScope::padding(own.size(0)).rows;
+    const at::Tensor tokens = padding.defined() ? padding.logical_not().nonzero().view({-1}) : at::Tensor();
+    const auto of_tokens = [&](const at::Tensor& rows) { return tokens.defined() ? rows.index_select(0, tokens) : rows; };
+    compare(of_tokens(scores), of_tokens(own), of_tokens(taken));
     return {taken};
   }
 
  private:
+  void compare(const at::Tensor& scores, const at::Tensor& own, const at::Tensor& taken) {
+    compared_.tokens += own.size(0);
+    if (own.numel() == 0) return;
+    const int64_t flipped = own.ne(taken).any(1).sum().item<int64_t>();
+    compared_.flipped += flipped;
+    if (flipped > 0) compared_.margin = std::max(compared_.margin, margin_of(scores, own, taken));
+  }
+
   /// In the form of `own` [rows * columns, K]; undefined where no rank made the call. Ranks that have columns of it have a part each, or the same one
   /// (mesh.tp).
   at::Tensor taken_by_ranks(const OutputKey& key, const at::Tensor& own) const {

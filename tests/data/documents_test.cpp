@@ -130,7 +130,7 @@ TEST_F(DocumentsTest, APackedFileKeepsThem) {
 
 TEST_F(DocumentsTest, LabelsAndPlacesEndWithTheDocumentAndPaddingHasNone) {
   const auto data = corpus("ab\ncdef\nx\n");  // 2, 4 and 1 columns
-  const StepBatch batch = Loader(data, {.seq_len = 5, .global_size = 2, .micro_size = 2, .shuffle = false}).next();
+  const StepBatch batch = Loader(data, {.seq_len = 5, .global_size = 2, .micro_size = 2, .shuffle = false, .reads = {.padding = true}}).next();
   ASSERT_EQ(batch.micro_batches.size(), 1U);
   const MicroBatch& micro = batch.micro_batches.front();
   EXPECT_EQ(std::tuple(micro.rows, micro.seq_len, micro.row_samples, micro.sample_columns()), std::tuple(1, 10, 2, 5)) << "one row holds both windows";
@@ -138,6 +138,8 @@ TEST_F(DocumentsTest, LabelsAndPlacesEndWithTheDocumentAndPaddingHasNone) {
   EXPECT_EQ(values(micro.labels), (std::vector<int64_t>{'b', '\n', -100, -100, -100, 'd', 'e', 'f', '\n', '\n'}));
   EXPECT_EQ(values(micro.document_ids), (std::vector<int64_t>{0, 0, 2, 2, 2, 5, 5, 5, 5, 9}));
   EXPECT_EQ(values(micro.places), (std::vector<int64_t>{0, 1, 0, 1, 2, 0, 1, 2, 3, 0}));
+  EXPECT_EQ(values(micro.padding.to(at::kLong)), (std::vector<int64_t>{0, 0, 1, 1, 1, 0, 0, 0, 0, 0}));
+  EXPECT_EQ(micro.padding_size(), 3);
   EXPECT_EQ(micro.valid_tokens, 7);
   EXPECT_EQ(batch.global_valid_tokens, 7);
   EXPECT_EQ(micro.global_valid_tokens, 7);
@@ -157,7 +159,7 @@ TEST_F(DocumentsTest, EveryLayoutReadsTheSame) {
           own.rank = rank / columns;
           own.ranks = ranks;
           own.columns = {.rule = rule, .rank = rank % columns, .ranks = columns};
-          own.reads = {.tokens = rank % 2 == 0, .labels = true};  // as stages do
+          own.reads = {.tokens = rank % 2 == 0, .labels = true, .padding = rank % 3 != 1};  // as stages do
           parts.emplace_back(data, own);
         }
         for (int step = 1; step <= 3; ++step) {
@@ -169,6 +171,11 @@ TEST_F(DocumentsTest, EveryLayoutReadsTheSame) {
             for (const MicroBatch& micro : own.micro_batches) {
               valid += micro.valid_tokens;
               EXPECT_EQ(micro.valid_tokens, micro.labels.ne(ignored_label).sum().item<int64_t>());
+              EXPECT_EQ(micro.padding.defined(), loader.options().reads.padding);
+              if (micro.padding.defined()) {
+                EXPECT_TRUE(at::equal(micro.padding, micro.labels.eq(ignored_label)));
+                EXPECT_EQ(micro.padding_size(), micro.padding.sum().item<int64_t>());
+              }
               if (micro.index < 0) continue;
               const MicroBatch& full = all.micro_batches.at(static_cast<size_t>(micro.index));
               const at::Tensor at = micro.positions.defined() ? micro.positions : at::arange(full.seq_len);
@@ -204,12 +211,18 @@ TEST_F(DocumentsTest, TheSameDocumentsWhateverTheMicroSize) {
 
 TEST_F(DocumentsTest, ADryBatchHasTheirShapesAndAnEvaluationReadsEachOnce) {
   const auto data = corpus(lines(40));
-  const LoaderOptions options{
-      .seq_len = 17, .global_size = 6, .micro_size = 3, .columns = {.rule = &SequenceCut::contiguous, .rank = 1, .ranks = 2}, .packed = true};
+  const LoaderOptions options{.seq_len = 17,
+                              .global_size = 6,
+                              .micro_size = 3,
+                              .reads = {.padding = true},
+                              .columns = {.rule = &SequenceCut::contiguous, .rank = 1, .ranks = 2},
+                              .packed = true};
   const StepBatch real = Loader(data, options).next(), dry = dry_batch(options, 1, at::kMeta);
   for (size_t i = 0; i < real.micro_batches.size(); ++i) {
-    for (const auto tensor : {&MicroBatch::tokens, &MicroBatch::labels, &MicroBatch::positions, &MicroBatch::document_ids, &MicroBatch::places}) {
+    for (const auto tensor :
+         {&MicroBatch::tokens, &MicroBatch::labels, &MicroBatch::positions, &MicroBatch::document_ids, &MicroBatch::places, &MicroBatch::padding}) {
       EXPECT_EQ((dry.micro_batches.at(i).*tensor).sizes(), (real.micro_batches[i].*tensor).sizes());
+      EXPECT_EQ((dry.micro_batches.at(i).*tensor).dtype(), (real.micro_batches[i].*tensor).dtype());
     }
   }
   LoaderOptions balanced = options;

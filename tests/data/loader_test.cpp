@@ -333,6 +333,23 @@ TEST_F(LoaderTest, ReadsWhatIsAskedForAndKnowsTheRest) {
   }
 }
 
+/// Rows beside the last windows compete with them; micro-batches without a token have nobody to compete with, and a stream none of either.
+TEST_F(LoaderTest, RowsBeyondTheLastWindowArePadding) {
+  const auto data = corpus(16);  // five windows
+  for (const Reads reads : {Reads{}, Reads{.tokens = false, .labels = false, .padding = true}}) {
+    std::vector<at::Tensor> masks;
+    for (int rank = 0; rank < 2; ++rank) {
+      SequentialLoader loader(data, 3, 2, rank, 2, reads);
+      while (const auto micro = loader.next()) masks.push_back(micro->padding);
+    }
+    ASSERT_EQ(masks.size(), 4U);
+    for (size_t i = 0; i < masks.size(); ++i) EXPECT_EQ(masks[i].defined(), reads.padding && i == 2) << i;
+    if (reads.padding) EXPECT_EQ(values(masks[2].to(at::kLong)), (std::vector<int64_t>{0, 0, 0, 1, 1, 1}));
+  }
+  Loader loader(data, {.seq_len = 3, .global_size = 3, .rank = 1, .ranks = 2, .reads = {.padding = true}});
+  for (const MicroBatch& micro : loader.next().micro_batches) EXPECT_FALSE(micro.padding.defined());
+}
+
 /// The label of a rank's last column is the token behind it in the sample, which another rank reads; an odd sequence keeps its last token.
 TEST_F(LoaderTest, RanksThatShareSamplesReadTheirColumns) {
   const auto data = corpus(120);

@@ -4,7 +4,10 @@
 
 #include <numeric>
 
+#include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
+
+#include "tessera/nn/sample_scope.h"
 
 namespace tessera::experts {
 namespace {
@@ -17,6 +20,9 @@ TEST(DryLoad, IsEvenUnlessAScopeSaysOtherwise) {
     const DryRoutingScope fewest({.load = DryLoad::Fewest, .per_token = 2});
     EXPECT_THAT(dry_load(11, 4, 2, 0), ElementsAre(0, 0, 6, 5)) << "all that are sent go to others";
     EXPECT_THAT(dry_load(11, 4, 4, 0), ElementsAre(3, 3, 3, 2)) << "of whom there are none";
+    const nn::SampleScope documents({.padding = at::zeros({1, 11}, at::kBool)});
+    EXPECT_THAT(dry_load(11, 4, 2, 0), ElementsAre(0, 0, 0, 0)) << "padding is sent to nobody";
+    EXPECT_THAT(dry_load(11, 4, 4, 0), ElementsAre(0, 0, 0, 0));
   }
   EXPECT_THAT(dry_load(11, 4, 2, 0), ElementsAre(3, 3, 3, 2));
 }

@@ -7,6 +7,7 @@
 
 #include "tessera/nn/attach.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/sample_scope.h"
 #include "tests/models/tiny.h"
 #include "tests/test_device.h"
 
@@ -128,6 +129,36 @@ TEST(Mixture, TheChoiceCanBeTakenFromElsewhere) {
   const auto attached = nn::attach(*mixture, "router.choice", std::make_shared<First>());
   mixture(x);
   EXPECT_EQ(mixture->router().statistics().narrow(0, 0, 2).sum().item<double>(), 12);
+}
+
+/// Of two windows of ten columns the first has four tokens, the other six; beside nothing, then, ten.
+TEST(Mixture, PaddingTakesNoPlaceFromTokens) {
+  const at::Tensor tokens = at::randn({1, 10, 24}), cotangent = at::randn({1, 10, 24});
+  const at::Tensor lie = at::cat({at::arange(4), at::arange(10, 16)}), padding = at::ones({1, 20}, at::kBool).index_fill_(1, lie, false);
+  const auto spread = [&](const at::Tensor& x, double elsewhere) { return at::full({1, 20, 24}, elsewhere).index_copy_(1, lie, x); };
+  for (const std::string router : {"softmax", "sigmoid", "expert_choice"}) {
+    for (const double factor : {0.0, 0.75, 1.0}) {
+      SCOPED_TRACE(router + ", capacity " + std::to_string(factor));
+      const auto run = [&](const at::Tensor& x, const at::Tensor& gradient, const nn::SampleContext& context) {
+        MixtureFeedForward mixture = mixture_of(mixture_config(router));
+        MoeConfig training;
+        training.capacity_factor = factor;
+        mixture->set_training(training);
+        const nn::SampleScope scope(context);
+        const at::Tensor out = mixture(x);
+        out.backward(gradient);
+        std::map<std::string, at::Tensor> result{{"out", out.detach()}, {"statistics", mixture->router().statistics()}};
+        for (const auto& parameter : mixture->named_parameters()) result[parameter.key()] = parameter.value().grad();
+        return result;
+      };
+      auto padded = run(spread(tokens, 0.4), spread(cotangent, 1), {.valid_tokens = 10, .padding = padding, .padding_size = 10});
+      const auto alone = run(tokens, cotangent, {.valid_tokens = 10});
+      EXPECT_EQ(padded["out"].index_select(1, padding[0].nonzero().view({-1})).abs().sum().item<float>(), 0);
+      padded["out"] = padded["out"].index_select(1, lie);
+      for (const auto& [name, expected] : alone) expect_near(padded.at(name), expected, name);
+      if (factor == 1 && router != "expert_choice") EXPECT_GT(alone.at("statistics")[8].item<double>(), 0) << "something is dropped";
+    }
+  }
 }
 
 TEST(Mixture, ADryRunTakesEvenLoads) {

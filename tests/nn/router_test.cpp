@@ -34,6 +34,7 @@ TEST(SampleContext, OfMicroBatchesThatCountOtherwiseDiffers) {
   EXPECT_TRUE((SampleContext{.valid_tokens = 3} == SampleContext{.valid_tokens = 3}));
   EXPECT_FALSE((SampleContext{.valid_tokens = 3} == SampleContext{.valid_tokens = 4}));
   EXPECT_FALSE((SampleContext{} == SampleContext{.valid_tokens = 0}));
+  EXPECT_FALSE((SampleContext{} == SampleContext{.padding = at::zeros({1, 3}, at::kBool)}));
 }
 
 TEST(Router, SoftmaxTakesTheMostProbableAndNormalizesTheirWeights) {
@@ -119,6 +120,71 @@ TEST(Router, CountsLoadOnceAndNotOfPaddingOrEvaluation) {
   EXPECT_TRUE(at::equal(router->statistics(), once));
   router->clear_statistics();
   EXPECT_EQ(router->statistics().abs().sum().item<double>(), 0);
+}
+
+/// Two windows of six columns, of which four and three hold tokens, the others alike.
+const std::vector<bool> kHolds{true, true, true, true, false, false, true, true, true, false, false, false};
+
+at::Tensor rows_that(bool hold) {
+  std::vector<int64_t> rows;
+  for (size_t row = 0; row < kHolds.size(); ++row) {
+    if (kHolds[row] == hold) rows.push_back(static_cast<int64_t>(row));
+  }
+  return at::tensor(rows, at::kLong);
+}
+
+SampleContext padded_context() {
+  return {.expected_gradient = 0.5, .valid_tokens = 7, .padding = at::ones({1, 12}, at::kBool).index_fill_(1, rows_that(true), false), .padding_size = 5};
+}
+
+/// What a router makes of tokens: weights, choice, gradients of its weight and of the tokens, statistics.
+std::vector<at::Tensor> routed(RouterKind kind, const at::Tensor& tokens, const SampleContext& context, const at::Tensor& those) {
+  Router router = router_of(kind);
+  router->set_losses({.balance = 0.3, .z = 0.2});
+  const at::Tensor x = tokens.detach().requires_grad_(true);
+  const SampleScope scope(context);
+  const auto [weights, chosen] = router(x);
+  const at::Tensor taken = weights.index_select(0, those) * chosen.index_select(0, those).ge(0);
+  (taken * numbers(taken.sizes(), 2.1)).sum().backward();
+  return {taken.detach(), chosen.index_select(0, those), router->weight.grad(), x.grad().index_select(0, those), router->statistics()};
+}
+
+TEST(Router, OfAPaddedWindowIsThatOfItsTokensAlone) {
+  for (const RouterKind kind : {RouterKind::Softmax, RouterKind::Sigmoid, RouterKind::ExpertChoice}) {
+    const at::Tensor tokens = numbers({7, 6}), x = at::full({12, 6}, 1.7).index_copy_(0, rows_that(true), tokens);
+    const auto padded = routed(kind, x, padded_context(), rows_that(true));
+    const auto alone = routed(kind, tokens, {.expected_gradient = 0.5, .valid_tokens = 7}, at::arange(7));
+    for (size_t i = 0; i < alone.size(); ++i) {
+      EXPECT_TRUE(at::allclose(padded[i], alone[i], 1e-5, 1e-6)) << static_cast<int>(kind) << ", " << i << ": " << padded[i] << alone[i];
+    }
+    Router router = router_of(kind);
+    const SampleScope scope(padded_context());
+    const at::Tensor of_padding = std::get<1>(router(x)).index_select(0, rows_that(false));
+    EXPECT_TRUE(of_padding.eq(-1).all().item<bool>()) << "takes no place";
+  }
+}
+
+TEST(Router, CountsTheTokensOfAPartOfTheColumns) {
+  Router router = router_of(RouterKind::Softmax);
+  SampleContext context = padded_context();
+  context.first_column = 3;  // tokens in columns 3, 6 and 7
+  const SampleScope scope(context);
+  router(numbers({5, 6}));
+  EXPECT_EQ(router->statistics().narrow(0, 0, 5).sum().item<double>(), 6);
+  EXPECT_EQ(router->statistics()[5].item<double>(), 3);
+}
+
+TEST(Router, OfPaddingAloneHasNoTerms) {
+  for (const RouterKind kind : {RouterKind::Softmax, RouterKind::Sigmoid, RouterKind::ExpertChoice}) {
+    Router router = router_of(kind);
+    router->set_losses({.balance = 0.3, .z = 0.2});
+    const SampleScope scope({.padding = at::ones({1, 12}, at::kBool), .padding_size = 12});
+    const auto [weights, chosen] = router(numbers({12, 6}));
+    weights.sum().backward();
+    EXPECT_TRUE(router->weight.grad().isfinite().all().item<bool>());
+    EXPECT_TRUE(chosen.eq(-1).all().item<bool>());
+    EXPECT_EQ(router->statistics().abs().sum().item<double>(), 0);
+  }
 }
 
 TEST(Decisions, AreGivenAgainWhenAPassIsRepeated) {

@@ -107,6 +107,23 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunOfExpertsOfAnyWidth) {
   }
 }
 
+/// Windows that a document fills, as a plan has them, and a mask of what it does not; with padding a run needs no more.
+TEST_F(DryRunTest, PeakEqualsTheRealRunOfAMixtureOverDocuments) {
+  for (const std::vector<std::string>& sets : {std::vector<std::string>{"model.experts=2"},
+                                               {"model.experts=2", "recompute.mode=full"},
+                                               {"model.experts=4", "model.router=expert_choice"},
+                                               {"model.experts=4", "moe.capacity_factor=1", "recompute.mode=full"},
+                                               {"model.experts=4", "model.router=sigmoid", "moe.bias_rate=0.01", "moe.z_loss=0.5"}}) {
+    std::vector<std::string> all{write_even_lines(), "data.documents=lines", "data.seq_len=16", "run.threads=1", "run.steps=3"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    SCOPED_TRACE(::testing::PrintToString(sets));
+    expect_real_peak(config("mixtral", all), 1);
+    all[2] = "data.seq_len=23";
+    const Config padded = config("mixtral", all);
+    EXPECT_LE(total_of(train(padded, 1).peak), total_of(plan::dry_run(padded, 1).ranks.at(0).peak_bytes));
+  }
+}
+
 /// Windows are taken for one document each, while packing deals columns a little unevenly.
 TEST_F(DryRunTest, PackedDocumentsOverRanksTakeNoMoreThanThePlan) {
   for (const std::vector<std::string>& sets :
@@ -117,6 +134,9 @@ TEST_F(DryRunTest, PackedDocumentsOverRanksTakeNoMoreThanThePlan) {
     const Config packed = config("llama", all);
     const int ranks = sets.front() == "mesh.cp=3" ? 3 : 2;
     const auto planned = plan::dry_run(packed, ranks);
+    const double flops = std::accumulate(planned.ranks.begin(), planned.ranks.end(), 0.0,
+                                         [](double sum, const auto& kind) { return sum + kind.flops * static_cast<double>(kind.count); });
+    EXPECT_DOUBLE_EQ(flops, model_flops_per_token(packed.model, 64) * 4 * 64) << "columns beyond the tokens have no targets";
     const auto real = train(packed, ranks).peak_of_rank;
     for (const auto& kind : planned.ranks) {
       for (const int rank : kind.examples) {

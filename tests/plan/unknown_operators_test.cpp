@@ -171,6 +171,7 @@ TEST_F(GuessesOfAPlan, AreNamedInTextJsonAndReport) {
   const DryRun plain = dry_run(config("llama"), 1);
   EXPECT_EQ(guesses_of(plain), "") << "nothing of a dense model";
   EXPECT_EQ(guesses_of(dry_run(config("mixtral"), 1)), "") << "nor of a router that chooses by a kernel of ours";
+  EXPECT_EQ(guesses_of(dry_run(config("mixtral", {"data.documents=lines"}), 1)), "") << "and leaves padding out";
   EXPECT_THAT(guesses_of(dry_run(config("mixtral", {"model.router=expert_choice"}), 1)), testing::StartsWith("what these operators take"))
       << "no share without a device";
 }

@@ -23,6 +23,7 @@ class BatchFeeds : public TrainFixture {
                                          .seed = 5,
                                          .rank = 1,
                                          .ranks = 2,
+                                         .reads = {.padding = true},
                                          .columns = columns});
   }
 
@@ -41,9 +42,9 @@ class BatchFeeds : public TrainFixture {
 };
 
 TEST_F(BatchFeeds, GivesWhatTheLoaderDoesWhetherOrNotItWasPrepared) {
-  const Config config = this->config("llama");
   const ColumnShare part{.rule = &SequenceCut::head_tail, .rank = 1, .ranks = 3};
-  for (const auto& columns : {ColumnShare(), part}) {
+  const Config stream = config("llama"), packed = config("llama", {write_lines(), "data.documents=lines", "data.seq_len=29", "batch.global_size=6"});
+  for (const auto& [config, columns] : {std::pair(stream, ColumnShare()), {stream, part}, {packed, ColumnShare()}, {packed, part}}) {
     data::Loader reference = loader(config, columns);
     BatchFeed feed(loader(config, columns), test_device());
     for (int step = 1; step <= 5; ++step) {

@@ -50,6 +50,16 @@ class TrainFixture : public ::testing::Test {
     }
     return "data.files=[\"" + (folder_ / "lines.txt").string() + "\"]";
   }
+  /// Lines that take sixteen columns each.
+  std::string write_even_lines() const {
+    std::ofstream text(folder_ / "even_lines.txt");
+    uint32_t state = 7;
+    for (int i = 0; i < 100; ++i) {
+      for (int letter = 0; letter < 16; ++letter) text << "abcdefgh"[(state = state * 1664525u + 1013904223u) >> 29];
+      text << '\n';
+    }
+    return "data.files=[\"" + (folder_ / "even_lines.txt").string() + "\"]";
+  }
   void TearDown() override { std::filesystem::remove_all(folder_); }
 
   Config config(const std::string& family, const std::vector<std::string>& sets = {}) const {

@@ -1,9 +1,11 @@
 // Mixtures of experts in every layout that this build composes: one device is the oracle.
 
+#include <algorithm>
 #include <cmath>
 
 #include <gmock/gmock.h>
 
+#include "tessera/data/sequential_loader.h"
 #include "tests/test_device.h"
 #include "tests/train/mixture_fixture.h"
 
@@ -84,6 +86,89 @@ TEST_F(MixtureTraining, TermsDoNotDependOnHowMicroBatchesAreDealt) {
     sets.push_back(layout);
     const Trace got = train(config("mixtral", sets), world);
     EXPECT_LE(difference(got.gradients, want.gradients), kGradients) << layout;
+  }
+}
+
+/// Each line is a window: of sixteen columns as it is, and of more with padding behind it.
+TEST_F(MixtureTraining, OfPaddedWindowsIsThatOfTheSameDocumentsInShorterOnes) {
+  for (const auto& sets : {std::vector<std::string>{"recompute.mode=full", "model.shared_ffn_dim=16"},
+                           {"model.router=sigmoid", "moe.bias_rate=0.01"},
+                           {"model.router=expert_choice"},
+                           {"moe.capacity_factor=1"},
+                           {"model.router=sigmoid", "moe.capacity_factor=0.75", "recompute.mode=full"}}) {
+    SCOPED_TRACE(::testing::PrintToString(sets));
+    const auto of = [&](const char* seq_len) {
+      std::vector<std::string> all{write_even_lines(), "data.documents=lines", seq_len, "run.steps=4", "optim.name=sgd", "optim.lr=0.3"};
+      all.insert(all.end(), sets.begin(), sets.end());
+      return train(config("mixtral", all), 1);
+    };
+    expect_same_trace(of("data.seq_len=27"), of("data.seq_len=16"));
+  }
+}
+
+TEST_F(MixtureTraining, PaddingIsLeftOutAlikeInEveryLayout) {
+  struct Layout {
+    int ranks;
+    std::vector<std::string> model, sets;
+  };
+  const char* const by_sequence = "tensor.sequence_parallel=true";
+  for (const auto& [ranks, model, sets] :
+       std::vector<Layout>{{3, {"moe.capacity_factor=1"}, {"recompute.mode=full"}},
+                           {2, {"model.router=expert_choice"}, {"zero.stage=3"}},
+                           {2, {"model.router=sigmoid", "moe.bias_rate=0.01"}, {"zero.stage=1", "mesh.ep=2"}},
+                           {2, {"model.router=sigmoid", "moe.bias_rate=0.01"}, {"mesh.cp=2"}},
+                           {4, {}, {"zero.stage=3", "mesh.cp=2", "mesh.ep=4", "recompute.mode=full"}},
+                           {2, {"moe.capacity_factor=1"}, {"mesh.tp=2", "mesh.ep=2"}},
+                           {2, {"model.router=sigmoid", "moe.bias_rate=0.01"}, {"mesh.tp=2", by_sequence, "recompute.mode=full"}},
+                           {4, {}, {"mesh.tp=2", "mesh.cp=2", "mesh.ep=4", "zero.stage=1", by_sequence}},
+                           // The last of these ranks has padding alone.
+                           {4,
+                            {"model.router=sigmoid", "moe.bias_rate=0.01", "batch.micro_size=1", "data.seq_len=44"},
+                            {"mesh.tp=2", "mesh.cp=2", "context.balance=contiguous", "mesh.ep=4", "zero.stage=1", by_sequence}},
+                           {2, {"moe.capacity_factor=1"}, {"mesh.pp=2"}},
+                           {3, {"model.layers=4", "model.router=expert_choice"}, {"mesh.pp=3", "pipeline.schedule=zb_h1"}},
+                           {4, {}, {"mesh.pp=2", "mesh.cp=2", "zero.stage=1", "mesh.ep=2", "recompute.mode=full"}}}) {
+    // Of short lines several begin alike: tokens that are one and the same to an expert, among which rounding would choose.
+    const auto has = [](const std::vector<std::string>& list, const char* set) { return std::ranges::find(list, set) != list.end(); };
+    const bool even = has(model, "model.router=expert_choice") || has(sets, "context.balance=contiguous");
+    std::vector<std::string> base{even ? write_even_lines() : write_lines(),
+                                  "data.documents=lines",
+                                  "data.seq_len=29",
+                                  "batch.global_size=6",
+                                  "model.experts=4",
+                                  "run.steps=3",
+                                  "optim.name=sgd",
+                                  "optim.lr=0.3"};
+    expect_same_run(base, model, sets, ranks);
+  }
+}
+
+/// The last micro-batch of an evaluation has rows beside its windows; experts that choose do not choose those.
+TEST_F(MixtureTraining, AnEvaluationSeesTheTextAlone) {
+  const Config run = config("mixtral", {"model.router=expert_choice"});
+  const auto text = corpus(run);
+  for (const int stages : {1, 2}) {
+    comm::run_ranks(stages, [&](comm::World& world) {
+      Config settings = run;
+      settings.mesh.pp = stages;
+      const Mesh mesh(world, mesh_shape(settings.mesh, settings.zero.stage, stages));
+      RankScope scope(settings, world.local_size());
+      Stepper stepper(settings, mesh, at::kCPU, scope);
+      ForwardEngine& engine = stepper.forward_only();
+      const int64_t windows = text->windows(16), left = 3;
+      data::SequentialLoader loader(text, 16, windows - left, 0, 1, engine.reads());
+      loader.next();
+      const data::MicroBatch padded = *loader.next();
+      data::MicroBatch alone = padded;
+      ASSERT_EQ(padded.padding_size(), (windows - 2 * left) * 16);
+      alone.padding = at::Tensor();
+      alone.rows = left;
+      for (at::Tensor* tensor : {&alone.tokens, &alone.labels}) {
+        if (tensor->defined()) *tensor = tensor->narrow(0, 0, left);
+      }
+      const at::Tensor one = engine.loss_sums({alone}), other = engine.loss_sums({padded});
+      EXPECT_LE((one - other).abs().max().item<double>(), kLosses * one.abs().max().item<double>());
+    });
   }
 }
 
