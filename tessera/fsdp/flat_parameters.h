@@ -62,6 +62,7 @@ class FlatParameters {
   at::IntArrayRef slice_sizes(size_t index) const { return slice_sizes_[index]; }
   /// What reading the whole says while it has no memory.
   void set_complaint(std::string text);
+  const Dtypes& dtypes() const { return dtypes_; }
   int64_t gathered_bytes() const;
   at::Device device() const { return whole_.device(); }  ///< that computes with them
   int64_t reduced_bytes() const;                         ///< of whole gradients

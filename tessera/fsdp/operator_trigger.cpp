@@ -299,7 +299,8 @@ void OperatorTrigger::refuse_layers_over_slices(const c10::FunctionSchema& schem
     if (!is_layer(schema.name()) && !stretches(arguments, handle)) continue;
     const std::optional<UnitPlace> place = sliced_parameter(handle);
     require(!place, "fully_shard: ", schema.name(), " was given a handle (detach(), data()) on '", place ? name_of(*place) : "",
-            "' that was made outside of a forward, when the parameter was this rank's slice; make it in forward, behind an operator with the module's input");
+            "' that was made outside of a forward, when the parameter was this rank's slice; make it in forward, behind an operator with the module's input, "
+            "or, where one module's parameters update another's between steps (a moving average), wrap each of the two by a fully_shard of its own");
   }
 }
 

@@ -32,6 +32,11 @@ std::vector<nn::NamedParameter> parameters_at(const ShardedUnits& units, const s
   return parameters;
 }
 
+/// No types are promoted with those of 8 bits.
+bool is_wider(at::ScalarType dtype, at::ScalarType than) {
+  return dtype != than && c10::elementSize(than) > 1 && c10::elementSize(dtype) > 1 && at::promote_types(dtype, than) == dtype;
+}
+
 std::string held_message(const std::string& name) {
   return detail::concat(
       "fully_shard: the gradient of '", name,
@@ -64,6 +69,7 @@ ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const Fu
       trained_(parameters_.size()),
       dispatchers_(parameters_.size()),
       used_(parameters_),
+      several_in_(parameters_.size()),
       retired_(units.size()),
       final_(units.size()),
       awaited_(units.size()),
@@ -91,7 +97,13 @@ void ShardedStep::listen(GradientSynchronizer* owner) {
     if (!tensor.is_floating_point() && !tensor.is_complex()) continue;
     auto& dispatcher = nn::GradientDispatcher::of(tensor);
     dispatchers_[i] = &dispatcher;
-    hooks_.add(dispatcher.claim(owner));
+    // Autograd's leaf is the whole parameter: each gradient would be rounded to its type, and several added up in it, before the wider sum sees them. So each
+    // is left as it came, and who knows that a pass brings several has it widen them (widen_sums).
+    const FlatParameters::Dtypes& dtypes = flat_of(places_[i]).dtypes();
+    const bool sums_wider = is_wider(dtypes.summed, dtypes.gathered);
+    hooks_.add(dispatcher.claim(owner, sums_wider ? std::optional(nn::TakenUp{}) : std::nullopt));
+    const at::ScalarType widest = is_wider(dtypes.kept, dtypes.summed) ? dtypes.kept : dtypes.summed;
+    if (is_wider(widest, dtypes.gathered)) several_in_[i] = widest;
     // What zero_grad left in grad() has the slice's shape: it has to be gone before autograd adds a whole gradient to it.
     hooks_.add(dispatcher.listen_arriving([this](const at::Tensor&) {
       if (nn::backward_pass() >= 0) begin_backward();
@@ -111,6 +123,31 @@ void ShardedStep::offer_places() {
       dispatchers_[i]->withdraw_place();
     }
   }
+}
+
+/// A layer that is used several times in a pass brings as many gradients, of which nobody sees more than autograd's sum.
+void ShardedStep::widen_sums() {
+  std::vector<size_t> narrow;
+  std::vector<at::Tensor> leaves;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& tensor = parameters_[i].tensor;
+    if (!trained_[i] || !several_in_[i] || tensor.grad_dtype() == several_in_[i]) continue;
+    narrow.push_back(i);
+    leaves.push_back(tensor);
+  }
+  if (leaves.empty()) return;
+  const std::vector<bool> several = nn::met_several_times(leaves);
+  for (size_t k = 0; k < narrow.size(); ++k) {
+    if (!several[k]) continue;
+    const size_t i = narrow[k];
+    widened_.emplace_back(i, leaves[k].grad_dtype());
+    leaves[k].set_grad_dtype(several_in_[i]);
+    dispatchers_[i]->withdraw_place();  // which is narrower
+  }
+}
+
+void ShardedStep::leave_sums_as_they_were() {
+  for (const auto& [i, before] : std::exchange(widened_, {})) parameters_[i].tensor.set_grad_dtype(before);
 }
 
 void ShardedStep::withdraw_places() {
@@ -296,6 +333,7 @@ void ShardedStep::begin_backward() {
   for (size_t i = 0; i < places_.size(); ++i) awaited_[places_[i].unit] += trained_[i] ? 1 : 0;
   for (size_t unit = 0; unit < units_.size(); ++unit) units_.show_whole(unit);
   if (drive_ == Drive::Loop && accumulates_) put_aside();
+  if (accumulates_) widen_sums();
   backward_.begin(turn_, [this] { end_backward(); }, [this] { pass_failed(); });
 }
 
@@ -438,6 +476,7 @@ void ShardedStep::end_backward() {
 
 void ShardedStep::end_pass(bool stays) {
   in_backward_ = false;
+  leave_sums_as_they_were();
   if (foretold_) {
     order_.end();
     for (size_t unit = 0; unit < units_.size(); ++unit) {

@@ -127,6 +127,8 @@ class ShardedStep {
   void listen(GradientSynchronizer* owner);
   void offer_places();
   void withdraw_places();
+  void widen_sums();
+  void leave_sums_as_they_were();
   void accumulated(size_t parameter);
   void put_aside();
   void put_back();
@@ -162,6 +164,9 @@ class ShardedStep {
   std::vector<bool> trained_;                         ///< of those: since the step began
   std::vector<nn::GradientDispatcher*> dispatchers_;  ///< theirs, where they can have gradients; live as long as the tensors
   UsedParameters used_;
+  /// Per parameter: in what autograd adds up what several uses in one pass bring, where the whole parameter is narrower.
+  std::vector<std::optional<at::ScalarType>> several_in_;
+  std::vector<std::pair<size_t, std::optional<at::ScalarType>>> widened_;  ///< for the pass at hand, and their grad_dtype() of before
 
   bool running_ = false, in_backward_ = false, open_ = false;
   Drive drive_ = Drive::Loop;

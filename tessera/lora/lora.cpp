@@ -13,6 +13,7 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
+#include "tessera/config/config.h"
 #include "tessera/core/error.h"
 #include "tessera/kernels/dropout.h"
 #include "tessera/lora/plain_linear.h"
@@ -190,8 +191,13 @@ void freeze_all_but(torch::nn::Module& root, const std::vector<std::string>& tra
     const bool learns = adapts || nn::has_user(parameter.tensor);
     if (parameter.tensor.is_floating_point() || parameter.tensor.is_complex()) parameter.tensor.set_requires_grad(learns);
   }
+  std::vector<std::string> names;
+  for (const auto& parameter : parameters) {
+    if (!nn::is_adapter(parameter.name)) names.push_back(parameter.name);
+  }
   for (size_t i = 0; i < trained.size(); ++i) {
-    require(used[i], "lora.trained: '", trained[i], "' names no parameter; name one as '", parameters.front().name, "', or a pattern of such names");
+    require(used[i], "lora.trained: '", trained[i], "' names no parameter; the nearest is '", used[i] ? "" : nearest(trained[i], names),
+            "' ('*' is any text between two dots, '**' any number of parts)");
   }
 }
 

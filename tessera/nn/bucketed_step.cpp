@@ -60,7 +60,8 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int
   nn::require_same_parts(options_.technique, parameters_, options_.groups);
   if (options_.average) ranks_of_mean_ = nn::ranks_of_mean(options_.technique, module_, parameters_, num_ranks_, active());
   for (const nn::NamedParameter& parameter : parameters_) {
-    hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_, active() ? std::nullopt : taken_up_alone_in(parameter.tensor)));
+    const auto taken_up_in = active() ? std::nullopt : taken_up_alone_in(parameter.tensor);
+    hooks_.add(nn::GradientDispatcher::of(parameter.tensor).claim(&self_, taken_up_in ? std::optional(nn::TakenUp{taken_up_in}) : std::nullopt));
   }
   if (active()) {
     refuse_renormalized(options_.technique, module_, parameters_);

@@ -1,5 +1,6 @@
 #include "tessera/nn/gradient_dispatcher.h"
 
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -58,7 +59,7 @@ struct GradientDispatcher::State {
   bool hears_arrivals = false;  ///< the hook for them is there
   struct Claim {
     GradientSynchronizer* owner;
-    std::optional<at::ScalarType> taken_up_in;  ///< gradients, by autograd; none: the parameter's own
+    std::optional<TakenUp> taken_up;  ///< gradients, by autograd; none: in the parameter's own type
   };
   std::vector<Claim> claims;                     ///< the last one holds
   std::optional<at::ScalarType> own_grad_dtype;  ///< before anybody claimed it
@@ -67,8 +68,8 @@ struct GradientDispatcher::State {
   /// Whoever comes or goes, it is the claim that holds which says in what gradients are taken up.
   void settle_grad_dtype(const at::Tensor& parameter) {
     if (!takes_up_otherwise) return;
-    const auto said = claims.empty() ? std::nullopt : claims.back().taken_up_in;
-    parameter.set_grad_dtype(said ? said : own_grad_dtype);
+    const auto said = claims.empty() ? std::nullopt : claims.back().taken_up;
+    parameter.set_grad_dtype(said ? said->in : own_grad_dtype);
   }
 
   std::shared_ptr<const StepPhase> phase;
@@ -182,10 +183,10 @@ void GradientDispatcher::unfollow(const std::shared_ptr<const StepPhase>& phase)
   if (state_->phase == phase) follow(nullptr);
 }
 
-Attachment GradientDispatcher::claim(GradientSynchronizer* owner, std::optional<at::ScalarType> taken_up_in) {
+Attachment GradientDispatcher::claim(GradientSynchronizer* owner, std::optional<TakenUp> taken_up) {
   State& now = *state_;
-  if (taken_up_in && !std::exchange(now.takes_up_otherwise, true)) now.own_grad_dtype = parameter().grad_dtype();
-  now.claims.push_back({owner, taken_up_in});
+  if (taken_up && !std::exchange(now.takes_up_otherwise, true)) now.own_grad_dtype = parameter().grad_dtype();
+  now.claims.push_back({owner, taken_up});
   now.settle_grad_dtype(parameter());
   return Attachment([state = std::weak_ptr(state_), owner, parameter = parameter_] {
     const auto alive = state.lock();
@@ -275,6 +276,26 @@ void GradientDispatcher::announce_final() {
   }
   state->arrived = false;
   state->final.call(parameter());
+}
+
+std::vector<bool> met_several_times(const std::vector<at::Tensor>& leaves) {
+  std::vector<bool> several(leaves.size(), false);
+  std::unordered_map<const torch::autograd::Node*, std::pair<size_t, int>> edges;  // into the accumulation of a leaf; the engine keeps this count to itself
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    if (const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaves[i])) edges[accumulator.get()] = {i, 0};
+  }
+  const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (edges.empty() || nodes == nullptr) return several;
+  const auto count = [&](const torch::autograd::Node& node) {
+    for (const auto& edge : node.next_edges()) {
+      const auto found = edges.find(edge.function.get());
+      if (found != edges.end() && ++found->second.second > 1) several[found->second.first] = true;
+    }
+  };
+  for (const torch::autograd::Node* const node : *nodes) count(*node);
+  // The one that the pass began with is not among them; a hook on what a module returned may run in it.
+  if (const auto at_hand = torch::autograd::get_current_node(); at_hand && !nodes->contains(at_hand.get())) count(*at_hand);
+  return several;
 }
 
 GradientSynchronizer* owner_of(const at::Tensor& updated) {

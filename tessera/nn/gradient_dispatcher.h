@@ -25,6 +25,11 @@ struct StepPhase {
   bool last_micro_batch = true;  ///< gradients of the backward that runs next, or now, complete those of the step
 };
 
+/// In what autograd takes the gradients of a leaf up: it brings each contribution into this type, and adds those of one pass up in it.
+struct TakenUp {
+  std::optional<at::ScalarType> in;  ///< none: each stays as it came
+};
+
 /// Serves everyone who waits for the gradient of one parameter, of ours or of a plain torch::nn::Module. It owns libtorch's single
 /// post-accumulate slot of that tensor (taking it a second time would silently replace the first owner), lives as long as the tensor and holds
 /// no reference to it. Take it after materialize. Listeners run on the thread that runs backward, in the order in which they came.
@@ -65,8 +70,8 @@ class GradientDispatcher {
   void unfollow(const std::shared_ptr<const StepPhase>& phase);
 
   /// Says who makes the parameter's gradient that of the global batch, until the attachment goes. Who claimed it last does; those before wait until then. Where
-  /// autograd is to take gradients up in another type than the parameter's own for him (Tensor::set_grad_dtype), he says in which; so far of leaves alone.
-  [[nodiscard]] Attachment claim(GradientSynchronizer* owner, std::optional<at::ScalarType> taken_up_in = {});
+  /// autograd is to take gradients up otherwise than in the parameter's own type for him (Tensor::set_grad_dtype), he says how; so far of leaves alone.
+  [[nodiscard]] Attachment claim(GradientSynchronizer* owner, std::optional<TakenUp> taken_up = {});
   GradientSynchronizer* owner() const;  ///< null where nobody has claimed it
 
   /// Promises `count` more gradients that autograd does not bring itself (weight gradients computed later): the gradient is not final before they
@@ -118,6 +123,10 @@ class GradientDispatcher {
   c10::TensorImpl* parameter_;  ///< owner of the slot that owns us: alive as long as we are
   std::shared_ptr<State> state_;
 };
+
+/// Which of `leaves` the backward pass that runs on this thread may bring several contributions, told before the first of them comes: the engine adds them up
+/// in what the leaf takes gradients up in, and nobody sees them apart.
+std::vector<bool> met_several_times(const std::vector<at::Tensor>& leaves);
 
 /// Who makes the gradient of a parameter, or of that of which this is updated in place, that of the global batch; null: nobody.
 GradientSynchronizer* owner_of(const at::Tensor& updated);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -252,8 +253,16 @@ class Builder {
     }
   }
 
+  /// Heads that nothing is cut by would be taken for a cut that was asked for.
+  void check_cut(const FeatureCut& cut) const {
+    check(
+        cut.by != FeatureCut::By::Feature || (cut.heads == 0 && cut.kv_heads == 0),
+        "heads say nothing of features that are cut one by one; write .cut = FeatureCut::query_heads(heads, kv_heads), or key_value_heads of keys and values");
+  }
+
   std::shared_ptr<nn::Interceptor> make(nn::Module& module, const ColumnParallel& style) {
     auto& linear = as<nn::LinearImpl>(module, "nn::Linear");
+    check_cut(style.cut);
     check_layouts(style.input, TensorLayout::Copied, "input");
     check_layouts(TensorLayout::Features, style.output, "output");
     check(style.output == TensorLayout::Features || style.cut.by == FeatureCut::By::Feature,
@@ -268,6 +277,7 @@ class Builder {
 
   std::shared_ptr<nn::Interceptor> make(nn::Module& module, const RowParallel& style) {
     auto& linear = as<nn::LinearImpl>(module, "nn::Linear");
+    check_cut(style.cut);
     check_layouts(style.input, TensorLayout::Features, "input");
     check_layouts(TensorLayout::Partial, style.output, "output");
     check(style.input == TensorLayout::Features || style.cut.by == FeatureCut::By::Feature,
@@ -421,7 +431,10 @@ std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const Paral
   equalize(module, context->group, options.replicas);
   Builder builder(std::move(context), plan, options);
   for (const auto& [pattern, style] : plan) {
-    for (const auto& [path, matching] : nn::interceptable_modules(module, pattern)) builder.apply(path, *matching, style);
+    std::set<const nn::Module*> seen;  // one layer may lie at several places
+    for (const auto& [path, matching] : nn::interceptable_modules(module, pattern)) {
+      if (seen.insert(matching.get()).second) builder.apply(path, *matching, style);
+    }
   }
   return builder.finish(module);
 }

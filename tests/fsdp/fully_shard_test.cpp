@@ -5,6 +5,7 @@
 #include "support.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tests/test_device.h"
 
 namespace tessera {
@@ -318,6 +319,127 @@ TEST(FullyShard, OneRankHasTheTypesOfSeveral) {
       EXPECT_EQ(net(whole_batch(samples).x).scalar_type(), at::kBFloat16) << ranks;
     });
   }
+}
+
+/// `turns` times the same layer, and one more that is used once.
+struct TurnsImpl : nn::Module {
+  explicit TurnsImpl(int turns) : turns(turns), first(5, 7), again(7, 7), last(7, 3) {
+    register_module("first", first);
+    register_module("again", again);
+    register_module("last", last);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = first(x);
+    for (int i = 0; i < turns; ++i) h = h + at::tanh(again(h)).to(at::kFloat);
+    return last(h);
+  }
+  void compute_in(at::ScalarType dtype) {
+    for (nn::Linear* layer : {&first, &again, &last}) (*layer)->set_compute_dtype(dtype);
+  }
+  int turns;
+  nn::Linear first, again, last;
+};
+TESSERA_MODULE(Turns);
+
+/// The sum over ranks' batches of what one process has, whose weights are fp32.
+Gradients of_turns(int turns, int ranks, at::ScalarType compute, bool rounded) {
+  Turns net(turns);
+  net->compute_in(compute);
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& parameter : net->parameters()) {
+    if (rounded) parameter.copy_(parameter.to(at::kBFloat16));
+  }
+  const at::AutoGradMode grad(true);
+  for (int rank = 0; rank < ranks; ++rank) backward_of(net, part_of(whole_batch(samples), ranks, rank));
+  return named_gradients(*net);
+}
+
+/// Autograd's leaf is the gathered tensor, of 16 bits: uses of a layer are not added up in them.
+TEST(FullyShard, SeveralUsesOfALayerAreAddedUpAsTheyAreKept) {
+  for (const at::ScalarType narrow : {at::kBFloat16, at::kHalf}) {
+    for (const int ranks : {1, 2}) {
+      for (const auto trigger : kBoth) {
+        for (const int turns : {1, 3, 20}) {
+          const Gradients expected = of_turns(turns, ranks, narrow, /*rounded=*/false);
+          run_ranks(ranks, [&](World& world) {
+            Turns net(turns);
+            net->compute_in(narrow);
+            // Casts at the gather, and leaves inputs alone.
+            const auto sharded = fully_shard(net, world.group(),
+                                             {.wrap = "*", .param_dtype = narrow, .cast = [](const nn::NamedParameter&) { return true; }, .trigger = trigger});
+            for (int step = 0; step < 2; ++step) {
+              net->zero_grad();
+              backward_of(net, part_of(whole_batch(samples), ranks, world.rank()));
+              EXPECT_LT(slice_difference(*net, expected), parity) << narrow << ", " << ranks << " ranks, " << turns << " uses";
+            }
+          });
+        }
+      }
+    }
+  }
+}
+
+/// 16-bit weights that are computed with in fp32: no rank rounds a gradient before it is summed.
+TEST(FullyShard, GradientsOf16BitWeightsCrossAsTheyWereComputed) {
+  for (const int ranks : {1, 2}) {
+    for (const int turns : {1, 3}) {
+      const Gradients expected = of_turns(turns, ranks, at::kFloat, /*rounded=*/true);
+      run_ranks(ranks, [&](World& world) {
+        Turns net(turns);
+        net->to(at::kBFloat16);
+        net->compute_in(at::kFloat);
+        const auto sharded = fully_shard(net, world.group(), {.reduce_dtype = at::kFloat, .gradient_dtype = at::kFloat});
+        backward_of(net, part_of(whole_batch(samples), ranks, world.rank()));
+        EXPECT_LT(slice_difference(*net, expected), parity) << ranks << " ranks, " << turns << " uses";
+      });
+    }
+  }
+}
+
+/// Both products with one weight, the last of which backward begins with.
+struct TwiceImpl : nn::Module {
+  TwiceImpl() {
+    weight = register_parameter("weight", at::ones({5, 5}));
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return at::matmul(at::matmul(x.to(at::kBFloat16), weight.to(at::kBFloat16)), weight.to(at::kBFloat16));  // gathered, it is already
+  }
+  at::Tensor weight;
+};
+TESSERA_MODULE(Twice);
+
+TEST(FullyShard, AUseInTheLastOperatorCountsAsWell) {
+  const at::Tensor x = whole_batch(samples).x, dy = random_tensor({samples, 5}, "dy").to(at::kBFloat16);
+  Twice whole;
+  whole(x).backward(dy);
+  run_ranks(1, [&](World& world) {
+    Twice net;
+    const auto sharded = fully_shard(net, world.group(), {.param_dtype = at::kBFloat16});
+    net(x).backward(dy);
+    EXPECT_LT(slice_difference(*net, named_gradients(*whole)), parity);
+  });
+}
+
+/// What is used once keeps its 16 bits until it is summed, and a leaf is told another type for no longer than a pass.
+TEST(FullyShard, OneUseOfALayerIsNotWidened) {
+  run_ranks(2, [&](World& world) {
+    Turns net(3);
+    net->compute_in(at::kBFloat16);
+    const auto sharded = fully_shard(net, world.group(), {.param_dtype = at::kBFloat16, .cast = [](const nn::NamedParameter&) { return true; }});
+    std::map<std::string, at::ScalarType> came;
+    Attachment watched;
+    for (const auto& parameter : nn::unique_parameters(*net)) {
+      watched.add(nn::GradientDispatcher::of(parameter.tensor).watch_arriving([&came, name = parameter.name](const at::Tensor& leaf) {
+        came[name] = leaf.grad_dtype().value_or(leaf.scalar_type());
+      }));
+    }
+    backward_of(net, part_of(whole_batch(samples), 2, world.rank()));
+    EXPECT_EQ(came.at("first.weight"), at::kBFloat16);
+    EXPECT_EQ(came.at("again.weight"), at::kFloat);
+    EXPECT_EQ(net->again->weight.grad_dtype(), std::nullopt);
+  });
 }
 
 TEST(FullyShard, KeepsGradientsInAWiderTypeThanTheyCrossIn) {

@@ -250,6 +250,8 @@ TEST(Lora, RefusesByName) {
   };
   EXPECT_THAT(attach({"fist"}), ThrowsMessage<ConfigError>(HasSubstr("the nearest path is 'first'")));
   EXPECT_THAT(attach({"first"}, {"head.*"}), ThrowsMessage<ConfigError>(HasSubstr("'head.*' names no parameter")));
+  EXPECT_THAT(attach({"first"}, {"plain.bais"}),
+              ThrowsMessage<ConfigError>(HasSubstr("the nearest is 'plain.bias' ('*' is any text between two dots, '**' any number of parts)")));
   EXPECT_THAT(attach({"first"}, {}, 0), ThrowsMessage<ConfigError>(HasSubstr("rank = 0")));
   EXPECT_THAT(attach({}), ThrowsMessage<ConfigError>(HasSubstr("no modules are named")));
 }

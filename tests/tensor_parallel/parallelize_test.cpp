@@ -1,11 +1,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/container/modulelist.h>
 
 #include "support.h"
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/sharing.h"
+#include "tests/nn/net.h"
 #include "tests/refusal.h"
 #include "tests/test_device.h"
 
@@ -268,6 +270,34 @@ TEST(TensorParallel, TiedWeightsAreCutAlikeOrRefusedByName) {
   });
 }
 
+/// Two blocks that lie at two places each.
+struct AlternatingImpl : nn::Module {
+  AlternatingImpl() {
+    for (const Gated& block : {a, b, a, b}) layers->push_back(block);
+    register_module("layers", layers);
+    testing_support::fill_parameters(*this);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (Gated* block : {&a, &b, &a, &b}) x = x + (*block)(x);
+    return x;
+  }
+  Gated a{10, 17}, b{10, 17};
+  torch::nn::ModuleList layers;
+};
+TESSERA_MODULE(Alternating);
+
+TEST(TensorParallel, ALayerAtSeveralPlacesIsCutOnce) {
+  const at::Tensor x = testing_support::random_tensor({3, 4, 10}, "rounds");
+  Alternating whole;
+  const at::Tensor expected = whole(x);
+  run_ranks(2, [&](World& world) {
+    Alternating net;
+    const auto parallel =
+        parallelize_module(net, world.group(), {{"layers.*.w1", ColumnParallel{}}, {"layers.*.w3", ColumnParallel{}}, {"layers.*.w2", RowParallel{}}});
+    EXPECT_LT((net(x) - expected).abs().max().item<double>(), 1e-4 * expected.abs().max().item<double>());
+  });
+}
+
 /// tokens [S] -> embedding [S, D] -> dropout -> gated: the sequence is dimension 0.
 struct OneSequenceImpl : nn::Module {
   OneSequenceImpl() {
@@ -431,6 +461,8 @@ TEST(TensorParallel, Refusals) {
     EXPECT_THAT(refusal({{"embed", VocabParallelEmbedding{}}}), HasSubstr("model.vocab_size = 1 cannot be cut over more ranks"));
     EXPECT_THAT(refusal({{"gated0", PrepareInput{.from = TensorLayout::Replicated, .to = TensorLayout::Features}}}), HasSubstr("known to the layers alone"));
     EXPECT_THAT(refusal({{"gated0.w1", ColumnParallel{.cut = FeatureCut::query_heads(4, 2)}}}), HasSubstr("17 features are no multiple of 4 heads"));
+    EXPECT_THAT(refusal({{"gated0.w1", ColumnParallel{.cut = {.heads = 4}}}}), HasSubstr("ColumnParallel of 'gated0.w1': heads say nothing"));
+    EXPECT_THAT(refusal({{"gated0.w2", RowParallel{.cut = {.kv_heads = 4}}}}), HasSubstr("RowParallel of 'gated0.w2': heads say nothing"));
   });
 }
 
