@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <map>
 
+#include <c10/util/Exception.h>
 #include <unistd.h>
 
 #include "tessera/core/devices.h"
@@ -78,6 +79,16 @@ std::vector<std::string> inputs_of(const Config& config) {
   if (is_schedule_file(config.pipeline)) inputs.push_back(config.pipeline.schedule);
   if (!config.pipeline.costs_from.empty()) inputs.insert(inputs.end(), {config.pipeline.costs_from, config.pipeline.costs_from + "/timeline.jsonl"});
   return inputs;
+}
+
+void within_memory(const Config& config, const std::string& smaller, const std::function<void()>& read) {
+  try {
+    read();
+  } catch (const c10::OutOfMemoryError& error) {
+    const int64_t limit = config.run.memory_limit_bytes;
+    throw Error(detail::concat(limit > 0 ? detail::concat("run.memory_limit_bytes = ", limit) : "out of memory", ": ", error.what_without_backtrace(), "; ",
+                               smaller, ", cut the model over more ranks (--nproc N --set mesh.tp=N)", limit > 0 ? ", or raise the limit" : ""));
+  }
 }
 
 void say_once(const std::vector<std::string>& remarks) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -41,6 +42,10 @@ void add_timeline(std::vector<std::string>& inputs, const std::string& from);
 
 /// What a run of that configuration reads by name.
 std::vector<std::string> inputs_of(const Config& config);
+
+/// Calls `read`. Throws Error where it runs out of memory: the limit of run.memory_limit_bytes, where there is one, what was in the way, and `smaller`, which
+/// would need less, beside what any command can do.
+void within_memory(const Config& config, const std::string& smaller, const std::function<void()>& read);
 
 /// Says remarks aloud, on the first rank alone.
 void say_once(const std::vector<std::string>& remarks);

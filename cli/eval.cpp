@@ -109,11 +109,15 @@ int eval(const EvalFlags& flags) {
     scope.compute_on(device);
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     const MeshRoles roles = mesh_roles(config);
-    const auto loaded = load_model(source, reading_groups(config, mesh), device);
-    ForwardEngine engine(loaded);
-    found = evaluate(engine, corpus, flags.seq_len, micro_size, mesh[roles.batch]);
-    if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(engine, corpus, flags, dump, micro_size, world.rank() == 0);
-    if (!std::isfinite(found.loss)) damaged = first_not_finite(*loaded.model, world.group());
+    const std::string smaller =
+        micro_size == 1 ? "give a smaller --seq-len" : detail::concat("give a smaller --micro-size (now ", micro_size, ") or --seq-len");
+    within_memory(config, smaller, [&] {
+      const auto loaded = load_model(source, reading_groups(config, mesh), device);
+      ForwardEngine engine(loaded);
+      found = evaluate(engine, corpus, flags.seq_len, micro_size, mesh[roles.batch]);
+      if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(engine, corpus, flags, dump, micro_size, world.rank() == 0);
+      if (!std::isfinite(found.loss)) damaged = first_not_finite(*loaded.model, world.group());
+    });
   });
   if (world.rank() == 0 && flags.json) {
     std::printf("{\"loss\": %s, \"tokens\": %lld, \"bits_per_byte\": %s}\n", json_number(found.loss).c_str(), static_cast<long long>(found.tokens),

@@ -213,15 +213,17 @@ int generate_text(const GenerateFlags& flags) {
     RankScope scope(config, world.local_size());
     scope.compute_on(device);
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
-    const auto loaded = load_model(source, reading_groups(config, mesh), device);
-    ForwardEngine engine(loaded);
-    std::optional<Printer> printer;  // every rank knows every token, and one writes it
-    if (world.rank() == 0) printer.emplace(tokenizer, wanted.texts, flags.max_tokens, ends.ids);
-    const auto print = [&](size_t text, int64_t token) {
-      if (printer) printer->token(text, token);
-      return !ends.ids.contains(token);
-    };
-    generate(engine, wanted.requests, {.max_new_tokens = flags.max_tokens, .on_token = print});
+    within_memory(config, "give fewer --prompt, --samples or --max-tokens", [&] {
+      const auto loaded = load_model(source, reading_groups(config, mesh), device);
+      ForwardEngine engine(loaded);
+      std::optional<Printer> printer;  // every rank knows every token, and one writes it
+      if (world.rank() == 0) printer.emplace(tokenizer, wanted.texts, flags.max_tokens, ends.ids);
+      const auto print = [&](size_t text, int64_t token) {
+        if (printer) printer->token(text, token);
+        return !ends.ids.contains(token);
+      };
+      generate(engine, wanted.requests, {.max_new_tokens = flags.max_tokens, .on_token = print});
+    });
   });
   return 0;
 }

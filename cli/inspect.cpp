@@ -11,6 +11,7 @@
 #include "cli/inspect_device.h"
 #include "cli/inspect_record.h"
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
@@ -71,6 +72,7 @@ json checkpoint_json(const std::filesystem::path& folder) {
   }
   json found{{"kind", "checkpoint"},    {"step", manifest.step}, {"valid", !problem}, {"problem", problem.value_or("")},
              {"files", manifest.files}, {"tensors", tensors}};
+  if (!checkpoint::makes_numbers(manifest)) found["replay"] = "not finite";
   found.update(parameter_counts(folder, manifest));
   return found;
 }

@@ -369,6 +369,7 @@ void try_checkpoint_dir(const Config& config) {
 int train(const TrainFlags& flags) {
   Config config = read_config(flags.file, flags.sets);
   const CheckpointConfig asked = config.checkpoint;
+  const BatchConfig asked_batch = config.batch;
   take_launchers_decision(config.checkpoint);
   const int size = world_size(flags.nproc);
   settle_batch(config, size);
@@ -444,6 +445,7 @@ int train(const TrainFlags& flags) {
     if (world.rank() == 0) {  // of a run that begins
       Config saved = config;
       saved.checkpoint = asked;
+      saved.batch = asked_batch;  // per_rank, which other ranks would settle otherwise
       save_config(saved, flags.strict_log);
     }
     trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));

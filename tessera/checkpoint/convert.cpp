@@ -16,6 +16,7 @@
 #include "tessera/checkpoint/files.h"
 #include "tessera/checkpoint/hugging_face_family.h"
 #include "tessera/checkpoint/json_file.h"
+#include "tessera/checkpoint/narrowing.h"
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/stored_slices.h"
@@ -126,7 +127,7 @@ std::string file_name(size_t index, size_t count) {
 class Source {
  public:
   Source(const fs::path& checkpoint, const Manifest& manifest, const ExportOptions& options)
-      : manifest_(manifest), stored_(checkpoint, manifest, /*verify=*/true), options_(options) {
+      : place_(checkpoint.string()), manifest_(manifest), stored_(checkpoint, manifest, /*verify=*/true, refuse_beyond_dtype), options_(options) {
     const bool adapted = std::ranges::any_of(manifest.tensors, [](const auto& each) { return nn::is_adapter(each.first); });
     require(!adapted || options.lora_scale, checkpoint.string(),
             ": was trained with lora.modules, and its weights alone are what it began with; add the adapters to them with --merge-lora, or write these alone "
@@ -142,6 +143,7 @@ class Source {
     const at::ScalarType dtype = theirs.scalar_type();
     fill_alone(row, sum, dtype);
     theirs.copy_(sum.add_(at::mm(read(layer + std::string(nn::kLoraB), dtype), read(layer + std::string(nn::kLoraA), dtype)), *options_.lora_scale));
+    refuse_beyond_dtype(theirs, {sum}, place_, row.ours);
   }
 
  private:
@@ -149,7 +151,9 @@ class Source {
   void fill_alone(const HuggingFaceTensor& row, at::Tensor theirs, at::ScalarType dtype) {
     if (options_.remade.contains(row.ours) && !manifest_.tensors.contains(stored_name(row))) {
       const Slice slice = row.slice_of(row.ours);
-      copy_slices({Slice::whole(row.ours, row.whole_shape())}, {options_.remake(row.ours)}, slice, theirs);
+      const at::Tensor remade = options_.remake(row.ours);
+      copy_slices({Slice::whole(row.ours, row.whole_shape())}, {remade}, slice, theirs);
+      refuse_beyond_dtype(theirs, {remade}, place_, row.ours);
     } else {
       stored_.fill(std::move(theirs), row.slice_of(fullest(manifest_, stored_name(row), dtype)));
     }
@@ -163,6 +167,7 @@ class Source {
     return values;
   }
 
+  const std::string place_;
   const Manifest& manifest_;
   StoredSlices stored_;
   const ExportOptions& options_;

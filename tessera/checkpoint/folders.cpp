@@ -90,6 +90,14 @@ std::filesystem::path out_of_sight(const std::filesystem::path& from, const std:
 
 }  // namespace
 
+bool makes_numbers(const Manifest& manifest) {
+  const auto& progress = manifest.progress;  // a program of somebody's own puts there what it likes
+  const auto replay = progress.is_object() ? progress.find("replay") : progress.end();
+  if (replay == progress.end() || !replay->is_object()) return true;
+  const auto mark = replay->find("not_finite");
+  return mark == replay->end() || *mark != true;
+}
+
 std::string folder_name(int64_t step) { return fmt::format("{}{:08}", kPrefix, step); }
 std::string temporary_name(int64_t step) { return fmt::format("{}{:08}", kTemporary, step); }
 
@@ -113,7 +121,8 @@ std::vector<WrittenCheckpoint> written_checkpoints(const std::filesystem::path& 
     try {
       const Manifest manifest = read_manifest(folder);
       if (manifest.step == step) written.back().writer = manifest.run;  // nobody wrote it under this name
-    } catch (const ConfigError&) {                                      // whoever loads it says what is wrong
+      written.back().makes_numbers = makes_numbers(manifest);
+    } catch (const ConfigError&) {  // whoever loads it says what is wrong
     }
   }
   return written;
@@ -180,10 +189,13 @@ std::optional<std::string> problem_with(const std::filesystem::path& folder, Tho
 
 namespace {
 
-/// A folder that somebody copied or renamed says another step than what it holds: going on from there would lose what lies between.
+/// A folder that somebody copied or renamed says another step than what it holds: going on from there would lose what lies between. And weights that make no
+/// number are whole, and no use.
 std::optional<std::string> problem_with_named(const std::filesystem::path& folder, int64_t step, Thoroughness thoroughness) {
   if (auto problem = problem_with(folder, thoroughness)) return problem;
-  const int64_t held = read_manifest(folder).step;
+  const Manifest manifest = read_manifest(folder);
+  if (!makes_numbers(manifest)) return fmt::format("{}: {}", folder.string(), kMakesNoNumbers);
+  const int64_t held = manifest.step;
   if (held == step) return std::nullopt;
   return fmt::format("{}: holds step {}, whatever its name says; rename it to {}, or move it elsewhere", folder.string(), held, folder_name(held));
 }
@@ -222,9 +234,14 @@ Pruned prune(const std::filesystem::path& dir, int64_t keep, const PruneOptions&
   const auto counts = [&](const WrittenCheckpoint& written) { return written.writer && options.run.holds(*written.writer, written.step); };
   const bool too_many = keep > 0 && std::ranges::count_if(folders, counts) > keep;
   int64_t valid = 0;
+  bool lost = false;  // one that makes no number was met
   for (auto written = folders.rbegin(); too_many && written != folders.rend(); ++written) {
     if (!counts(*written)) continue;
-    if (valid < keep) {  // what is damaged does not count, and goes only once enough good ones are newer
+    // What is damaged or makes no number does not count, and goes only once enough good ones are newer. Of the latter the newest alone stays, for whoever
+    // looks into it: a run may go on to write many.
+    const bool stays = valid < keep && (written->makes_numbers || !std::exchange(lost, true));
+    if (stays) {
+      if (!written->makes_numbers) continue;
       // Sizes would do for a disk that is full or a save that was killed. One that stays is read back whole: what it replaces is gone for good.
       const bool hash = valid == 0 && !options.known.contains(written->step);
       valid += problem_with(written->folder, hash ? Thoroughness::Hashes : Thoroughness::Sizes) ? 0 : 1;

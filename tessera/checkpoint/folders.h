@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tessera/checkpoint/manifest.h"
@@ -21,11 +22,16 @@ std::string temporary_name(int64_t step);
 /// Everything in `dir` that is named as a checkpoint, by step. Empty where `dir` does not exist.
 std::map<int64_t, std::filesystem::path> checkpoint_folders(const std::filesystem::path& dir);
 
+/// Whether nothing says that the weights make no number: a save marks as progress.replay.not_finite that the loss which a load must find again was none.
+bool makes_numbers(const Manifest& manifest);
+inline constexpr std::string_view kMakesNoNumbers = "the loss that it recorded when it was saved is not finite, so that no step goes on from its weights";
+
 /// A checkpoint and who wrote it; nobody is known where its manifest cannot be read, or is of another step than the folder's name.
 struct WrittenCheckpoint {
   int64_t step = 0;
   std::filesystem::path folder;
   std::optional<RunIdentity> writer;
+  bool makes_numbers = true;
 };
 
 /// The checkpoints in `dir`, oldest first.

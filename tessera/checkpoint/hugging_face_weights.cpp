@@ -7,6 +7,7 @@
 
 #include "tessera/checkpoint/hugging_face_family.h"
 #include "tessera/checkpoint/json_file.h"
+#include "tessera/checkpoint/narrowing.h"
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/file_type.h"
@@ -138,6 +139,7 @@ void load_hugging_face(const std::filesystem::path& dir, const ModelConfig& mode
     }
     at::Tensor target = tensor;
     copy_slices(slices, views, slice, target);
+    refuse_beyond_params(target, views, "model.from_hf = " + dir.string(), rows.at(slice.name).front().theirs);
   }
 }
 

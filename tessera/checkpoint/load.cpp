@@ -10,6 +10,7 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/folders.h"
+#include "tessera/checkpoint/narrowing.h"
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/stored_slices.h"
@@ -146,8 +147,8 @@ void check_partial(const std::vector<std::string>& patterns, const Manifest& man
   }
 }
 
-StoredSlices::StoredSlices(std::filesystem::path folder, const Manifest& manifest, bool verify)
-    : folder_(std::move(folder)), manifest_(manifest), verify_(verify) {}
+StoredSlices::StoredSlices(std::filesystem::path folder, const Manifest& manifest, bool verify, Narrowed narrowed)
+    : folder_(std::move(folder)), manifest_(manifest), verify_(verify), narrowed_(std::move(narrowed)) {}
 
 at::Tensor StoredSlices::read(const std::string& name, size_t index) {
   const StoredTensor& tensor = manifest_.tensors.at(name);
@@ -180,6 +181,9 @@ void StoredSlices::fill(at::Tensor target, const Slice& slice) {
     if (source == sources.end()) source = sources.emplace(piece.source, read(slice.name, piece.source)).first;
     copy_piece(piece, source->second, target);
   }
+  std::vector<at::Tensor> read;
+  for (const auto& [index, source] : sources) read.push_back(source);
+  (narrowed_ ? narrowed_ : refuse_beyond_params)(target, read, folder_.string(), std::string(parameter_of(slice.name)));
 }
 
 LoadReport load(const std::filesystem::path& folder, const Manifest& manifest, const std::vector<SlicedTensor>& targets, const LoadOptions& options) {

@@ -17,6 +17,7 @@
 #include "tessera/checkpoint/files.h"
 #include "tessera/checkpoint/hugging_face_family.h"
 #include "tessera/checkpoint/json_file.h"
+#include "tessera/checkpoint/narrowing.h"
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/stored_slices.h"
@@ -200,7 +201,7 @@ Exported export_peft(const fs::path& checkpoint, const ModelConfig& model, const
   require(!adapters.empty(), checkpoint.string(), ": holds no adapters; only what was trained with lora.modules has some");
 
   const c10::NoGradGuard no_grad;
-  StoredSlices stored(checkpoint, manifest, /*verify=*/true);
+  StoredSlices stored(checkpoint, manifest, /*verify=*/true, refuse_beyond_dtype);
   UnfinishedFolder folder(out);
   std::vector<TensorSpec> specs;
   for (const auto& [name, spec] : adapters) specs.push_back(spec);
@@ -265,6 +266,7 @@ void load_peft(const fs::path& dir, const ModelConfig& model, const LoraConfig& 
     require(at::isfinite(whole).all().item<bool>(), "lora.from_peft = ", dir.string(), ": ", peft_name(names, slice.name),
             " holds numbers that are not finite, with which no training begins; use another adapter");
     copy_slices({Slice::whole(slice.name, slice.shape)}, {whole}, slice, target);
+    refuse_beyond_params(target, {whole}, "lora.from_peft = " + dir.string(), peft_name(names, slice.name));
   }
 }
 

@@ -69,7 +69,8 @@ struct SafetensorsFile::Mapped {
     require(bytes.size() >= 8, path.string(), ": has ", bytes.size(), " bytes, a safetensors file has at least 8");
     uint64_t length = 0;
     for (int i = 0; i < 8; ++i) length |= static_cast<uint64_t>(bytes[i]) << (8 * i);
-    require(length <= kMaxHeader, path.string(), ": offset 0 gives a header of ", length, " bytes; at most ", kMaxHeader, " are read");
+    require(length <= kMaxHeader, path.string(), ": is no safetensors file, or damaged at its beginning: offset 0 gives a header of ", length,
+            " bytes, and at most ", kMaxHeader, " are read");
     require(length <= bytes.size() - 8, path.string(), ": offset 0 gives a header of ", length, " bytes, the file has ", bytes.size());
     header = parse_safetensors_header({reinterpret_cast<const char*>(bytes.data()) + 8, length}, 8, bytes.size(), path);
   }

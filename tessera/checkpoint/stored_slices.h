@@ -2,10 +2,12 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -19,10 +21,14 @@ namespace tessera::checkpoint {
 /// it.
 class StoredSlices {
  public:
-  StoredSlices(std::filesystem::path folder, const Manifest& manifest, bool verify);
+  /// Refuses a copy that is infinite where its sources are not, or returns (narrowing.h).
+  using Narrowed = std::function<void(const at::Tensor& target, const std::vector<at::Tensor>& sources, const std::string& place, const std::string& tensor)>;
+
+  /// Without `narrowed` precision.params is what narrows.
+  StoredSlices(std::filesystem::path folder, const Manifest& manifest, bool verify, Narrowed narrowed = {});
 
   /// Copies `slice` of a logical tensor that the manifest has, in the same shape, into `target`, converting the dtype. Only slices that overlap it are read.
-  /// Throws ConfigError naming file, tensor and offset of what is damaged.
+  /// Throws ConfigError naming file, tensor and offset of what is damaged, and the tensor of which a finite value became infinite.
   void fill(at::Tensor target, const Slice& slice);
 
   /// Of the slices that were read, each counted once.
@@ -34,6 +40,7 @@ class StoredSlices {
   std::filesystem::path folder_;
   const Manifest& manifest_;
   bool verify_;
+  Narrowed narrowed_;
   std::map<std::string, SafetensorsFile> files_;
   std::set<std::pair<std::string, size_t>> checked_;
   uint64_t read_bytes_ = 0;

@@ -95,7 +95,8 @@ std::vector<std::string> settings_without_effect_on_reading(const Config& config
     std::erase_if(key, [](char c) { return c == ' ' || c == '\t'; });
     const bool read = std::ranges::find(keys, key) != keys.end() || std::ranges::any_of(sections, [&](const auto& each) { return key.starts_with(each); });
     if (read) continue;
-    idle.push_back(detail::concat(key, " = ", detail::value_text(config, key).value_or(""), ": has no effect on a model that is only read"));
+    const std::string given = set.substr(std::min(set.find_first_not_of(" \t", set.find('=') + 1), set.size()));  // the checkpoint's may stand in its place
+    idle.push_back(detail::concat(key, " = ", given, ": has no effect on a model that is only read"));
   }
   return idle;
 }

@@ -392,7 +392,7 @@ void validate_expert_choice(const Config& config, bool columns, bool reads) {
           reads ? "" : "model.router = softmax or sigmoid, or ", cut.without);
 }
 
-void validate_experts_over_ranks(const Config& config, int ranks, bool over_replicas) {
+void validate_experts_over_ranks(const Config& config, int ranks, bool over_replicas, bool reads) {
   const auto& [mesh, model] = std::tie(config.mesh, config.model);
   at_least("mesh.ep", mesh.ep, 1);
   at_least("mesh.expert_tp", mesh.expert_tp, 1);
@@ -402,10 +402,12 @@ void validate_experts_over_ranks(const Config& config, int ranks, bool over_repl
   const int64_t apart = int64_t{mesh.ep} * mesh.expert_tp;
   require(apart == 1 || model.experts > 0, keys, ": model.family = ", model.family, " has no experts; set mesh.ep = 1 and mesh.expert_tp = 1");
   const std::string over = config.zero.stage > 0 ? detail::concat("dp_shard x cp x tp = ", ranks)
+                           : reads               ? detail::concat("mesh.tp = ", ranks, " (which alone deals those of a model that is only read)")
                            : over_replicas       ? detail::concat("mesh.dp_replicate = ", ranks, " (with run.deterministic, which shards nothing)")
                                            : detail::concat("mesh.tp = ", ranks, " (with zero.stage = 0, whose other ranks hold all that they have alike)");
   require(ranks % apart == 0, keys, ": deals experts over ", apart, " of the ranks of ", over, ", and must divide that; set ",
           config.zero.stage > 0      ? "a mesh.dp_shard, mesh.cp or mesh.tp that makes it so"
+          : reads                    ? "a mesh.tp that makes it so"
           : over_replicas            ? "a mesh.dp_replicate that makes it so"
           : config.run.deterministic ? "a mesh.tp that makes it so, or mesh.cp = 1 and mesh.tp = 1 with such a mesh.dp_replicate"
                                      : "zero.stage = 1, 2 or 3 and a mesh.dp_shard (or mesh.cp) that it divides, or such a mesh.tp",

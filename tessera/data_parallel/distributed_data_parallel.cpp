@@ -280,6 +280,23 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     references_[b] = flat.storage().use_count();
   }
 
+  /// Numbers that a network has changed are no places in memory: each of this rank's has to be there once, as the same are trained on all.
+  void check_arrived(const std::vector<int64_t>& arrived, const std::vector<int64_t>& own) const {
+    std::vector<bool> due(parameters_.size(), false);
+    for (const int64_t index : own) due[index] = true;
+    for (size_t i = 0; i < arrived.size(); ++i) {
+      const bool known = arrived[i] >= 0 && arrived[i] < static_cast<int64_t>(due.size());
+      if (known && due[arrived[i]]) {
+        due[arrived[i]] = false;
+        continue;
+      }
+      throw CommError(detail::concat("the order of gradients that rank 0 of group ", group_.name(), " gave out arrived damaged on rank ", group_.rank(),
+                                     ": entry ", i, " of ", arrived.size(), " is ", arrived[i],
+                                     known ? ", which is there already, or of a parameter that is not trained here" : ", which is no parameter's number",
+                                     "; look for a fault of the network, and go on from the last checkpoint"));
+    }
+  }
+
   /// Rank 0's order of arrival becomes every rank's plan, from the next step on.
   void adopt_observed_order() {
     const comm::CallSite site("ddp.plan");
@@ -293,7 +310,9 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     at::Tensor order = at::tensor(arrivals, at::kLong).to(message_device(parameters_.front().tensor, group_));
     comm::broadcast(group_, order, 0);
     order = order.cpu();
-    put_first({order.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>() + order.numel()});
+    std::vector<int64_t> arrived(order.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>() + order.numel());
+    check_arrived(arrived, arrivals);
+    put_first(std::move(arrived));
     lay_out(/*observed=*/true);
   }
 

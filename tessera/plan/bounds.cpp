@@ -42,7 +42,8 @@ std::optional<Bounds> find_bounds(const Config& config, const DryRun& run, const
     lowest = std::min(lowest, peak_of(with(1, experts::DryLoad::Fewest)));
   }
   if (unknown.documents) {
-    const DryRun parts = with(kShortDocuments, unknown.routers ? experts::DryLoad::Fewest : experts::DryLoad::Even);
+    // Beside documents a rank may have padding alone, of which experts on other ranks get nothing, whatever the router.
+    const DryRun parts = with(kShortDocuments, config.model.experts > 0 ? experts::DryLoad::Fewest : experts::DryLoad::Even);
     lowest = std::min(lowest, without_length(lowest, peak_of(parts)));
     if (parts.time) seconds = std::min(*seconds, std::max(0.0, without_length(*seconds, parts.time->seconds)));
   }

@@ -13,6 +13,8 @@
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/log_plot.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/scaling.h"
 #include "tessera/plan/settings.h"
@@ -164,6 +166,12 @@ std::vector<Asked> traffic_panels(const Config& config, const CurveOptions& opti
            .ranks = ranks}};
 }
 
+/// Whether a step has too few micro-batches for all data ranks, as none that is trained has.
+bool has_idle_ranks(const Config& config, int world) {
+  const MeshShape mesh = mesh_shape(config.mesh, config.zero.stage, world);
+  return config.batch.global_size < config.batch.micro_size * size_along(mesh, mesh_roles(config).batch);
+}
+
 /// What a panel has of each line at each x. `refusal` is the last one.
 Curves::Panel run_panel(const Config& config, const Asked& asked, const std::string& name, const CurveOptions& options, std::string& refusal) {
   Curves::Panel panel{.title = asked.title, .x = asked.x, .unit = asked.unit};
@@ -176,6 +184,7 @@ Curves::Panel run_panel(const Config& config, const Asked& asked, const std::str
       try {
         const Config at = with_settings(config, way.sets(x));
         validate(at, asked.ranks(x), Purpose::Plan);
+        if (name == "batch" && has_idle_ranks(at, asked.ranks(x))) continue;
         if (dry.machine && options.driven) dry.machine = options.driven(at);
         const double value = value_of(dry_run(at, asked.ranks(x), dry), name);
         if (value > 0) line.points.emplace_back(static_cast<double>(x), value);

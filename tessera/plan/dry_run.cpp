@@ -82,7 +82,7 @@ struct RankRun {
 
 /// A dry step as it was taken down.
 struct DryStep {
-  int64_t tokens = 0;
+  double tokens = 0;  ///< of this rank's columns, those that a run has targets for
   Alive before, after;
   Events shown;
   std::vector<MemoryBlock> largest;  ///< at the peak, where they are asked for
@@ -138,8 +138,8 @@ class StepsReader {
     share_ = pipeline.model_share_of(run_.ranks.pipeline_rank);
   }
 
-  double flops(int64_t tokens) const {
-    return model_flops_per_token(config_.model, config_.data.seq_len) * static_cast<double>(tokens) / mesh_.size(mesh_roles(config_).layers) * share_;
+  double flops(double tokens) const {
+    return model_flops_per_token(config_.model, config_.data.seq_len) * tokens / mesh_.size(mesh_roles(config_).layers) * share_;
   }
 
   void read(const DryStep& step, bool last) {
@@ -227,9 +227,10 @@ class StepsReader {
   int64_t peak_ = -1;
 };
 
-/// With a router that gives each expert as many tokens, there is nothing to assume.
+/// With a router that gives each expert as many tokens, there is nothing to assume but that there are any: beside documents a micro-batch may be padding.
 experts::DryRouting routing_of(const Config& config, const DryRunOptions& options, const Mesh& mesh, const ColumnShare& columns) {
-  experts::DryRouting routing{.load = config.model.router == "expert_choice" ? experts::DryLoad::Even : options.routed,
+  const bool even = config.model.router == "expert_choice" && (options.routed != experts::DryLoad::Fewest || config.data.documents == "none");
+  experts::DryRouting routing{.load = even ? experts::DryLoad::Even : options.routed,
                               .per_token = std::max<int64_t>(1, config.model.experts_per_token),
                               .capacity_factor = config.moe.capacity_factor};
   const MeshRoles roles = mesh_roles(config);
@@ -247,6 +248,12 @@ experts::DryRouting routing_of(const Config& config, const DryRunOptions& option
 
 void name_stand_ins(RankClass& ranks, const std::set<std::string>& stood_in) {
   for (GuessedOperator& guess : ranks.guessed) guess.has_meta_kernel = !stood_in.contains(guess.name);
+}
+
+/// Documents that are cut over ranks are counted with columns beyond their tokens, as many as any may need to be dealt evenly: no target lies in those.
+double targets_of(const Config& config, const data::MicroBatch& micro) {
+  if (!micro.cut || config.data.documents == "none") return static_cast<double>(micro.valid_tokens);
+  return static_cast<double>(micro.valid_tokens * config.batch.micro_size * config.data.seq_len) / static_cast<double>(micro.rows * micro.cut->length);
 }
 
 /// As `pipeline` deals the model's FLOPs to the stages. What its steps have shown goes to `trace`, if it is given.
@@ -278,8 +285,8 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
     memory.reset_peak();
     const auto batch = data::dry_batch(loader, step, at::kMeta);
     DryStep taken{.before = alive()};
-    taken.tokens = std::accumulate(batch.micro_batches.begin(), batch.micro_batches.end(), int64_t{0},
-                                   [](int64_t sum, const data::MicroBatch& micro) { return sum + micro.valid_tokens; });
+    taken.tokens = std::accumulate(batch.micro_batches.begin(), batch.micro_batches.end(), 0.0,
+                                   [&](double sum, const data::MicroBatch& micro) { return sum + targets_of(config, micro); });
     if (step == 1) {
       known.micro_batches = static_cast<int64_t>(batch.micro_batches.size());
       rehearsal = rehearsal_of(config, batch, stepper.run(), options);

@@ -1,10 +1,12 @@
 #include "tessera/quantize/quantize.h"
 
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <unordered_set>
 #include <utility>
 
+#include <ATen/ops/aminmax.h>
 #include <ATen/ops/empty.h>
 #include <torch/nn/modules/linear.h>
 
@@ -19,6 +21,13 @@
 
 namespace tessera::quantize {
 namespace {
+
+/// Of fp32 on the host, without memory of its size.
+bool is_finite(const at::Tensor& whole) {
+  if (whole.numel() == 0) return true;
+  const auto [least, most] = at::aminmax(whole);  // a NaN is both
+  return std::isfinite(least.item<float>()) && std::isfinite(most.item<float>());
+}
 
 /// In the order of the model, each once.
 std::vector<std::pair<std::string, nn::LinearImpl*>> linears_named(torch::nn::Module& root, const std::vector<std::string>& patterns, bool part_of_model) {
@@ -77,6 +86,8 @@ Report quantize_weights(torch::nn::Module& root, const Options& options, at::Dev
               ", and blocks are of whole matrices; give quantize_weights a `fill`, which brings each whole weight");
       whole = fill ? at::empty(held.shape, at::TensorOptions(at::kCPU).dtype(at::kFloat)) : linear->weight.detach().to(at::kCPU, at::kFloat);
       if (fill) fill(linear->weight, whole);
+      require(is_finite(whole), "quantize: '", held.name,
+              "' holds numbers that are not finite, which no code stands for; take weights from elsewhere, or leave it out of quantize.modules");
     }
     const MemoryScope scope(MemoryCategory::Parameters);
     const auto matrix = std::make_shared<kernels::QuantizedMatrix>(kernels::quantize(whole, options.form, part_of(held), device));

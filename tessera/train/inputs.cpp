@@ -15,6 +15,7 @@
 #include "tessera/comm/call_site.h"
 #include "tessera/config/defaults.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 #include "tessera/data/loader.h"
 #include "tessera/models/model.h"
@@ -42,9 +43,18 @@ void refuse_named(const std::string& folder, const std::string& problem) {
   throw ConfigError(detail::concat("checkpoint.resume = ", folder, ": ", problem, "; name another checkpoint, or \"latest\" for the newest valid one"));
 }
 
-ResumePoint named_point(const std::string& folder, checkpoint::Thoroughness thoroughness) {
+ResumePoint named_point(const CheckpointConfig& config, const std::string& folder, checkpoint::Thoroughness thoroughness) {
+  if (is_folder(folder) && !is_there(std::filesystem::path(folder) / "manifest.json")) {
+    const auto within = checkpoint::find_latest(folder, checkpoint::Thoroughness::Sizes).folder;
+    require(!within, "checkpoint.resume = ", folder,
+            ": is a folder of checkpoints, and one is to be named; set checkpoint.resume = ", within.value_or("").string(), ", or checkpoint.dir = ", folder,
+            " and checkpoint.resume = latest to go on there");
+  }
   if (const auto problem = checkpoint::problem_with(folder, thoroughness)) refuse_named(folder, *problem);
-  return {.folder = folder, .manifest = checkpoint::read_manifest(folder)};
+  ResumePoint point{.folder = folder, .manifest = checkpoint::read_manifest(folder)};
+  require(!config.verify || checkpoint::makes_numbers(point.manifest), "checkpoint.resume = ", folder, ": ", checkpoint::kMakesNoNumbers,
+          "; name an older checkpoint, or \"latest\" for the newest whose loss is finite, or set checkpoint.verify = false to go on from it all the same");
+  return point;
 }
 
 /// Whether a checkpoint went on from the one named in checkpoint.resume, which may be gone by now: `keep` removes what lies on the run's own line.
@@ -90,7 +100,7 @@ void find_newest(const Config& config, checkpoint::Thoroughness thoroughness, In
     std::ranges::reverse(others);
     inputs.remarks.push_back(detail::concat("passing over ", names_of(others), " in ", dir, ": of another job, and a restart goes on from its own job's"));
   }
-  if (!inputs.resume && named) inputs.resume = named_point(from, thoroughness);
+  if (!inputs.resume && named) inputs.resume = named_point(config.checkpoint, from, thoroughness);
   if (!inputs.resume) inputs.remarks.push_back(detail::concat("no checkpoint ", others.empty() ? "" : "of this job ", "in ", dir, ": starting afresh"));
   inputs.may_start_afresh = !inputs.resume && others.empty();  // what is another's is for checkpoint.replace to set aside
 }
@@ -107,7 +117,7 @@ void find_resume(const Config& config, const OpenOptions& options, Inputs& input
   if (latest) {
     find_newest(config, thoroughness, inputs);
   } else {
-    inputs.resume = named_point(from.resume, thoroughness);
+    inputs.resume = named_point(from, from.resume, thoroughness);
   }
   if (inputs.resume) inputs.resume->hashed = hashing || known;
 }
@@ -125,7 +135,8 @@ nlohmann::json agreement_with(const Config& config, const data::Corpus& corpus) 
 
 /// An optimizer with momentum carries what it does not without.
 void check_momentum(const OptimConfig& saved, const OptimConfig& now, const std::string& whose, const std::string& folder) {
-  if (now.name != "sgd" && now.name != "adafactor") return;
+  // Muon keeps its buffer with 0 as well: what is there is then the last gradient, and no average to go on with.
+  if (now.name != "sgd" && now.name != "adafactor" && now.name != "muon") return;
   const bool without = momentum_of(saved) == 0;
   require(without == (momentum_of(now) == 0), "optim.momentum = ", format_float(momentum_of(now)), whose, ": ", folder,
           without ? " was written without momentum, and holds none to go on with" : " holds momentum, which would be lost", "; set optim.momentum ",
@@ -242,7 +253,11 @@ Inputs open_inputs(const Config& config, const OpenOptions& options) {
   data::check_windows(*inputs.corpus, config.data.seq_len, config.batch.global_size, "batch.global_size");
   if (!config.data.validation_files.empty()) {
     inputs.validation = open(config.data.validation_files, "data.validation_files");
-    data::check_windows(*inputs.validation, config.data.seq_len, 1, "data.validation_files");
+    try {
+      data::check_windows(*inputs.validation, config.data.seq_len, 1, "data.validation_files");
+    } catch (const ConfigError& error) {
+      throw ConfigError(detail::concat("data.validation_files: ", error.what()));  // or data.files would be taken for the text that is meant
+    }
   }
   check_fit(config, inputs);
   return inputs;

@@ -147,7 +147,7 @@ ReadingLayout reading_layout(const Config& config, int world_size) {
   validate_context(config, std::max<int64_t>(config.model.max_seq_len.value_or(1), 1), "model.max_seq_len", layout.column_ranks, layout.tensor_ranks);
   require(layout.tensor_ranks > 1 || !config.tensor.sequence_parallel,
           "tensor.sequence_parallel = true: cuts the sequence between layers that mesh.tp cuts, and mesh.tp is 1; leave it out, or set mesh.tp to more");
-  validate_experts_over_ranks(config, layout.tensor_ranks);
+  validate_experts_over_ranks(config, layout.tensor_ranks, /*over_replicas=*/false, /*reads=*/true);
   validate_expert_choice(config, layout.column_ranks > 1, /*reads=*/true);
   if (layout.tensor_ranks > 1) check_tensor_parallel(config, layout.tensor_ranks, std::max<int64_t>(config.model.max_seq_len.value_or(1), 1));
   return layout;

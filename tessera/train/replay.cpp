@@ -118,10 +118,7 @@ nlohmann::json order_of_sums(const Config& config, const comm::Group& tensor, co
   return sums;
 }
 
-bool within(double loss, double recorded, double bound) {
-  if (std::isnan(loss) || std::isnan(recorded)) return std::isnan(loss) && std::isnan(recorded);
-  return std::abs(loss - recorded) <= bound * std::abs(recorded);
-}
+bool within(double loss, double recorded, double bound) { return std::abs(loss - recorded) <= bound * std::abs(recorded); }
 
 }  // namespace
 
@@ -138,7 +135,9 @@ nlohmann::json Replay::record(ForwardEngine& engine, const data::Cursor& cursor)
   const auto losses = losses_of(engine, cursor, config_.batch.micro_size, index_of(mesh_.rank(mesh_roles(config_).batch)));
   nlohmann::json entries = nlohmann::json::array();
   for (int rank = 0; rank < ranks; ++rank) entries.push_back({{"index", index_of(rank)}, {"bits", std::bit_cast<uint64_t>(losses[static_cast<size_t>(rank)])}});
-  return {{"micro_size", config_.batch.micro_size}, {"losses", std::move(entries)}, {"arithmetic", arithmetic(engine.device())}};
+  nlohmann::json record{{"micro_size", config_.batch.micro_size}, {"losses", std::move(entries)}, {"arithmetic", arithmetic(engine.device())}};
+  if (!std::ranges::all_of(losses, [](double loss) { return std::isfinite(loss); })) record["not_finite"] = true;
+  return record;
 }
 
 Replay::Result Replay::check(ForwardEngine& engine, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const {
@@ -146,6 +145,11 @@ Replay::Result Replay::check(ForwardEngine& engine, const data::Cursor& cursor, 
   if (found == progress.end() || found->is_null()) return {};
   const Recorded recorded = read_record(*found, cursor.global_size, source);
   const auto entry_of = [&](int rank) { return static_cast<size_t>(rank) % recorded.losses.size(); };
+  for (size_t entry = 0; entry < recorded.losses.size(); ++entry) {  // an older build did not mark it; and NaN equals itself, bit for bit
+    require(std::isfinite(recorded.losses[entry]), source, ": micro-batch ", recorded.indices[entry], " of step ", cursor.step + 1, " had a loss of ",
+            format_float(recorded.losses[entry]), " when it was saved, so that no step goes on from its weights: resume from an older checkpoint, ",
+            "or set checkpoint.verify = false to go on all the same");
+  }
   const auto losses = losses_of(engine, cursor, recorded.micro_size, recorded.indices[entry_of(mesh_.rank(mesh_roles(config_).batch))]);
 
   const auto here = arithmetic(engine.device());

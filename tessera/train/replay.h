@@ -33,7 +33,7 @@ class Replay {
   /// Collective over the ranks that layers are cut over.
   Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus, const comm::WorldOptions& options = {});
 
-  /// What a checkpoint at `cursor` keeps as progress.replay.
+  /// What a checkpoint at `cursor` keeps as progress.replay; with "not_finite" where one of the losses is not.
   nlohmann::json record(ForwardEngine& engine, const data::Cursor& cursor) const;
 
   /// How a replay went.
@@ -43,7 +43,7 @@ class Replay {
   };
 
   /// `cursor` is the recorded one: this run's batch and windows may be others. Throws ConfigError, on every rank the same, naming `source`, the micro-batch and
-  /// both losses where one differs; and where the record cannot be read.
+  /// both losses where one differs; where a recorded one is not finite; and where the record cannot be read.
   Result check(ForwardEngine& engine, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const;
 
  private:

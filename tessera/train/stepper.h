@@ -143,7 +143,7 @@ class Stepper {
   void update(const at::Tensor& norm, double lr);
   void hand_on();  ///< what an update has made, to whoever follows it
   /// Whether the optimizer has stepped: not where the gradient's norm is not finite. Throws Error naming rank and module where the run must end.
-  bool has_updated(const data::StepBatch& batch, double norm);
+  bool has_updated(const data::StepBatch& batch, const StepOutcome& outcome);
   /// What to do about a run that cannot go on from this step.
   std::string way_on(int64_t step) const;
   StepOutcome report(const data::StepBatch& batch, const at::Tensor& losses, const at::Tensor& norm, const Own& own) const;
@@ -160,6 +160,7 @@ class Stepper {
   optim::LearningRate learning_rate_;
   std::optional<StepFlops> flops_;  ///< of this rank
   bool still_scaled_ = false;       ///< the step's gradients: unscales_with_the_update()
+  int64_t lost_losses_ = 0;         ///< skipped steps in a row, just before now, whose loss was not finite either
   ExpertLoads experts_;
   StepClock clock_;
   std::optional<StepGraph> graph_;  ///< run.graph

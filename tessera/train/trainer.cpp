@@ -241,9 +241,12 @@ void Trainer::run() {
 }
 
 void Trainer::train_to_the_end(RunEnd& end) {
+  bool skipped = false, lost = false;  // the last step; and its loss
   while (end.step < config_.run.steps) {
     const StepResult result = step();
     end.step = result.step;
+    skipped = !std::isfinite(result.grad_norm);
+    lost = !std::isfinite(result.loss);
     for (auto& o : observers_) o->after_step(result);
     const bool stopping = stop_ && end.step < config_.run.steps;
     const bool saving = !config_.checkpoint.dir.empty() && (stopping || due(config_.checkpoint.every, end.step));
@@ -257,6 +260,10 @@ void Trainer::train_to_the_end(RunEnd& end) {
     }
   }
   finish_saving();
+  if (skipped && world_.rank() == 0) {
+    log().warn("step {}, the last, was skipped, as its {} not finite: the weights are those that it began with{}", end.step,
+               lost ? "gradient and its loss are" : "gradient is", lost ? "; look at [precision], and at optim.lr, before they are used" : "");
+  }
   end.finished = true;
 }
 
@@ -399,6 +406,13 @@ void Trainer::save(int64_t step) {
   state.progress["loss_scale"] = run.loss_scale.state();
   if (!config_.lora.modules.empty()) state.progress["lora_trained"] = trained_beside(config_, inputs_.resume);
   if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(stepper_.forward_only(), feed_.cursor());
+  lost_save_ = config_.checkpoint.verify && state.progress["replay"].contains("not_finite") ? step : 0;
+  if (lost_save_ > 0 && world_.rank() == 0) {
+    log().warn(
+        "step {}: the loss of the next step's text, by the weights that are being saved, is not finite: no step goes on from them, and "
+        "checkpoint.keep does not count them; resume from an older checkpoint with a lower optim.lr, or start again with one",
+        step);
+  }
   state.agreement = checkpoint::agreement_of(config_, data_identity(*inputs_.corpus));
   if (!quantized_from_.empty()) state.agreement["quantize.from"] = quantized_from_;
   state.run = identity_;
@@ -412,6 +426,10 @@ void Trainer::finish_saving() {
   saver_->wait();
   report_saves();
   if (!last_save_.error.empty()) throw Error(detail::concat("step ", last_save_.step, " could not be saved: ", last_save_.error));
+  if (lost_save_ == 0) return;
+  throw Error(detail::concat("step ", lost_save_,
+                             ": the run ends with weights of which no step goes on: the loss of the next step's text is not finite; resume ",
+                             "from an older checkpoint with a lower optim.lr, or start again with one"));
 }
 
 void Trainer::report_saves() {

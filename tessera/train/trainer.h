@@ -55,7 +55,8 @@ class Trainer {
   void stop_when(std::function<int()> signal) { stop_signal_ = std::move(signal); }
 
   /// Throws what a rank may meet; nothing that was saved is lost then. A checkpoint that cannot be written is said aloud and training goes on: the next may
-  /// fit. Throws Error where the last one, of a run that ends or is asked to stop, is not there.
+  /// fit. Throws Error where the last one, of a run that ends or is asked to stop, is not there, or is of weights
+  /// that make no number.
   void run();
 
  private:
@@ -71,7 +72,7 @@ class Trainer {
   /// Compares what a checkpoint recorded with what it gives now that it is loaded.
   void replay(const ResumePoint& resume);
   void save(int64_t step);
-  /// Waits for a save that is under way and throws where the run's last one failed.
+  /// Waits for a save that is under way and throws where the run's last one failed, or is of weights that make no number.
   void finish_saving();
   void report_saves();
   void release_peers(const std::exception_ptr& failure) const;
@@ -100,6 +101,7 @@ class Trainer {
   std::unique_ptr<checkpoint::Saver> saver_;  ///< null without checkpoint.dir
   double save_blocked_s_ = 0;                 ///< since the last step's report
   checkpoint::SaveOutcome last_save_;
+  int64_t lost_save_ = 0;  ///< the step of the last save, where its replay gives no number; else 0
   std::function<int()> stop_signal_;
   std::optional<StopRequest> stop_;  ///< what the last step learned
   std::vector<std::unique_ptr<Observer>> observers_;

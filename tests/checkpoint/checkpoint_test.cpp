@@ -296,6 +296,23 @@ TEST(Load, LeavesOutWhatIsIgnored) {
   EXPECT_TRUE(at::equal(weights[0].tensor, at::ones({2})));
 }
 
+TEST(Load, ANumberBeyondTheFormatOfTheModelIsNoDamage) {
+  const TemporaryFolder folder;
+  CheckpointState state;
+  const at::Tensor values = at::ones({4});
+  values[3] = 1e6;
+  state.tensors = {{values, Slice::whole("model.head.weight", {4})}};
+  const auto checkpoint = save(folder.path(), state, comm::Group::self());
+  const auto read = [&](at::ScalarType dtype, int64_t begin) {
+    const Slice half = Slice::along("model.head.weight", {4}, 0, begin, 2);
+    load(checkpoint, read_manifest(checkpoint), {{at::zeros({2}, dtype), half}}, {.convert = true});
+  };
+  EXPECT_THAT([&] { read(at::kHalf, 2); }, ThrowsMessage<ConfigError>(AllOf(HasSubstr("precision.params = fp16: head.weight of "), HasSubstr("holds 1e+06"),
+                                                                            HasSubstr("set precision.params = bf16 or fp32"), Not(HasSubstr("damaged")))));
+  read(at::kHalf, 0);  // whose half fits
+  read(at::kBFloat16, 2);
+}
+
 TEST(Load, FillsABufferThatIsExpanded) {
   const TemporaryFolder folder;
   comm::run_ranks(1, [&](comm::World& world) {
@@ -330,6 +347,29 @@ TEST(FindLatest, BelievesNoFolderByItsName) {
   EXPECT_EQ(latest.folder->filename(), "step-00000004");
   EXPECT_THAT(latest.skipped, testing::ElementsAre(AllOf(HasSubstr("step-00000050: holds step 2"), HasSubstr("rename it to step-00000002"))));
   EXPECT_FALSE(written_checkpoints(folder.path()).back().writer) << "nor does it count as one of the newest that are kept";
+}
+
+/// Saves one that records a loss which is no number; of `not_finite` false, one that is.
+void save_lost(const fs::path& dir, int64_t step, bool not_finite = true) {
+  auto state = state_of(Layout::Rows, 1, 0, step);
+  state.progress["replay"] = {{"not_finite", not_finite}};
+  save(dir, state, comm::Group::self());
+}
+
+TEST(FindLatest, PassesOverWhatMakesNoNumber) {
+  const TemporaryFolder folder;
+  save_lost(folder.path(), 2, false);
+  save_lost(folder.path(), 4);
+  for (const auto thoroughness : {Thoroughness::Sizes, Thoroughness::Hashes}) {
+    const auto latest = find_latest(folder.path(), thoroughness);
+    EXPECT_EQ(latest.folder->filename(), "step-00000002");
+    EXPECT_THAT(latest.skipped, testing::ElementsAre(AllOf(HasSubstr("step-00000004: the loss that it recorded"), HasSubstr("is not finite"))));
+  }
+  EXPECT_EQ(problem_with(folder / "step-00000004", Thoroughness::Hashes), std::nullopt) << "it is whole";
+  auto state = state_of(Layout::Rows, 1, 0, 5);
+  state.progress["replay"] = {"of", "somebody's own"};
+  save(folder.path(), state, comm::Group::self());
+  EXPECT_EQ(find_latest(folder.path()).folder->filename(), "step-00000005");
 }
 
 TEST(FindLatest, TakesTheNewestValidOneAndSaysWhatItSkipped) {
@@ -462,6 +502,22 @@ TEST(Save, LeavesWhatNoSaveWrote) {
   save_with(Layout::Rows, 2, folder.path(), 8);
   EXPECT_EQ(read_all(folder / "set-aside-1" / "step-00000008" / "mine.txt"), "precious") << "a step that takes its place sets it aside";
   expect_loads(folder / "step-00000008", Layout::Replicated, 1);
+}
+
+TEST(Prune, WhatMakesNoNumberPushesNothingOut) {
+  const TemporaryFolder folder;
+  const auto left = [&](int64_t keep) {
+    remove_pruned(prune(folder.path(), keep, {}).gone);
+    std::set<int64_t> steps;
+    for (const auto& [step, path] : checkpoint_folders(folder.path())) steps.insert(step);
+    return steps;
+  };
+  for (const int64_t step : {1, 2}) save_with(Layout::Rows, 1, folder.path(), step);
+  for (const int64_t step : {3, 4, 5}) save_lost(folder.path(), step);
+  EXPECT_EQ(left(2), (std::set<int64_t>{1, 2, 5})) << "of those that make none, the newest stays beside";
+  EXPECT_EQ(left(1), (std::set<int64_t>{2, 5}));
+  save_with(Layout::Rows, 1, folder.path(), 6);
+  EXPECT_EQ(left(1), (std::set<int64_t>{6}));
 }
 
 TEST(Prune, CountsAndTakesOnlyWhatLiesOnTheRunsLine) {

@@ -119,6 +119,22 @@ TEST(Convert, RoundsToTheDtypeThatIsAskedFor) {
   EXPECT_EQ(read_json(folder / "hf" / "config.json")["dtype"], "bfloat16");
 }
 
+TEST(Convert, RefusesNumbersThatItsFormatCannotHold) {
+  const TemporaryFolder folder;
+  const auto model = small("llama", false);
+  auto weights = draw(model);
+  weights.at("layers.1.attention.wq.weight")[2][3] = -70000;
+  const auto checkpoint = saved(folder.path(), weights, 2);
+  EXPECT_THAT([&] { export_hugging_face(checkpoint, model, folder / "hf", {.dtype = at::kHalf}); },
+              ThrowsMessage<ConfigError>(testing::AllOf(HasSubstr("--dtype fp16: layers.1.attention.wq.weight of "), HasSubstr(" holds 70000"),
+                                                        HasSubstr("ends at 65504"), HasSubstr("--dtype bf16"))));
+  EXPECT_FALSE(fs::exists(folder / "hf"));
+  export_hugging_face(checkpoint, model, folder / "bf16", {.dtype = at::kBFloat16});
+  weights.at("layers.1.attention.wq.weight")[2][3] = 65510;  // which is rounded to what it holds
+  const TemporaryFolder within;
+  export_hugging_face(saved(within.path(), weights, 1), model, within / "hf", {.dtype = at::kHalf});
+}
+
 /// What was trained is the masters, of which weights in 16 bits are a rounding; unless they are one update ahead.
 TEST(Convert, WidensWeightsFromTheirMasters) {
   const TemporaryFolder folder;

@@ -277,6 +277,20 @@ TEST(LoadHuggingFace, FillsLlamaInAnyDtype) {
   }
 }
 
+TEST(LoadHuggingFace, ANumberBeyondTheFormatOfTheModelIsNoDamage) {
+  const TemporaryFolder folder;
+  auto tensors = llama_tensors();
+  tensors.at("model.layers.1.mlp.up_proj.weight").view({-1})[5] = 123456;
+  write_model(folder, llama_config(), tensors);
+  const auto model = read_hugging_face_config(config_for(folder.path()));
+  auto targets = targets_for(model);
+  load_hugging_face(folder.path(), model, targets);
+  for (auto& target : targets) target.tensor = target.tensor.to(at::kHalf);
+  EXPECT_THAT([&] { load_hugging_face(folder.path(), model, targets); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("precision.params = fp16: model.layers.1.mlp.up_proj.weight of "), HasSubstr("holds 123456"),
+                                               HasSubstr("set precision.params = bf16 or fp32"))));
+}
+
 TEST(LoadHuggingFace, SplitsAndTransposesGpt2WithAndWithoutPrefix) {
   for (const std::string prefix : {"transformer.", ""}) {
     const TemporaryFolder folder;

@@ -129,6 +129,7 @@ TEST(Safetensors, RefusesFilesThatAreNoneNamingTheOffset) {
   expect_refused(folder, "", "0 bytes");
   expect_refused(folder, "1234567", "7 bytes");
   expect_refused(folder, std::string(8, '\xff'), "offset 0");
+  expect_refused(folder, "[model]\ndim = 32\n", "is no safetensors file");
   expect_refused(folder, std::string("\x10\0\0\0\0\0\0\0{}", 10), "offset 0 gives a header of 16 bytes, the file has 10");
   expect_header_refused(folder, "", "offset 8");
   expect_header_refused(folder, "{\"a\": }", "not JSON, at offset 14");

@@ -9,8 +9,10 @@
 #include "tessera/config/config.h"
 #include "tessera/config/defaults.h"
 #include "tessera/config/detail.h"
+#include "tessera/config/expert_rules.h"
 #include "tessera/core/error.h"
 #include "tests/config/rules.h"
+#include "tests/refusal.h"
 
 namespace tessera {
 namespace {
@@ -154,6 +156,13 @@ TEST(Validate, ExpertsOverRanks) {
   };
   EXPECT_THAT(refused([](Config& c) { c.mesh.ep = 2; }, 2),
               AllOf(StartsWith("mesh.ep = 2"), HasSubstr("mesh.tp = 1 (with zero.stage = 0"), HasSubstr("zero.stage = 1")));
+  EXPECT_THAT(testing_support::refusal([] {
+                Config reads;
+                reads.model.experts = 6;
+                reads.mesh.ep = 2;
+                validate_experts_over_ranks(reads, 1, /*over_replicas=*/false, /*reads=*/true);
+              }),
+              AllOf(HasSubstr("set a mesh.tp that makes it so"), Not(HasSubstr("zero.stage")), Not(HasSubstr("dp_shard"))));
   EXPECT_THAT(refused([](Config& c) { c.mesh.ep = 3, c.zero.stage = 1; }, 4), AllOf(StartsWith("mesh.ep = 3"), HasSubstr("dp_shard x cp x tp = 4")));
   EXPECT_THAT(refused([](Config& c) { c.mesh.ep = 4, c.zero.stage = 1; }, 4), HasSubstr("cannot deal model.experts = 6"));
   EXPECT_THAT(refused([](Config& c) { c.mesh.expert_tp = 3, c.zero.stage = 1; }, 3),

@@ -6,6 +6,7 @@
 #include "support.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/decorators/inject.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/meta.h"
 
@@ -53,6 +54,26 @@ TEST(Ddp, ThePlanIsRebuiltFromRankZerosOrder) {
   EXPECT_THAT(plans[0].buckets.back().slots.back().name, ::testing::StartsWith("first."));
   EXPECT_EQ(plans[1], plans[0]);
   EXPECT_EQ(plans[2], plans[0]);
+}
+
+/// Their numbers are places in memory.
+TEST(Ddp, AnOrderThatArrivesDamagedIsNotUsed) {
+  const auto faults = std::make_shared<comm::Decorator>(comm::fault_injection(comm::parse_faults("rank=1,op=broadcast,do=corrupt"), 1, 0));
+  const comm::Decorator injected = [faults](std::shared_ptr<comm::Engine> inner, const comm::GroupInfo& group) {
+    return group.rank == 1 ? (*faults)(std::move(inner), group) : inner;
+  };
+  EXPECT_THAT(
+      [&] {
+        run_ranks(2,
+                  [&](World& world) {
+                    Net net;
+                    DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets});
+                    for (int step = 0; step < 2; ++step) run_step(net, ddp, whole_batch(samples, step));
+                  },
+                  {.timeout = std::chrono::seconds(5), .decorators = {injected}});
+      },
+      ::testing::ThrowsMessage<CommError>(::testing::AllOf(HasSubstr("the order of gradients that rank 0 of group world gave out arrived damaged on rank 1"),
+                                                           HasSubstr("which is no parameter's number"))));
 }
 
 TEST(Ddp, WithThePlanOfACheckpointTheBitsRepeat) {

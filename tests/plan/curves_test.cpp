@@ -64,6 +64,12 @@ TEST_F(CurvesTest, LatencyBeginsWithOneRankAndBatchHasEveryWay) {
   EXPECT_NE(cut[1], staged[1]);
   const Curves batch = make_curves(this->config("llama"), "batch", {.world = 2, .machine = machine});
   for (const auto& line : batch.panels.at(0).lines) EXPECT_GT(line.points.back().second, line.points.front().second) << line.name;
+  const auto firsts = [&](const std::string& name) {
+    const auto& lines = batch.panels.at(0).lines;
+    return std::ranges::find(lines, name, &Curves::Line::name)->points.front().first;
+  };
+  EXPECT_EQ(firsts("DDP"), 2) << "which no fewer sequences are trained on";
+  EXPECT_EQ(firsts("pipeline"), 1);
   const auto json = to_json(batch);
   EXPECT_EQ(json["curve"], "batch");
   EXPECT_EQ(json["panels"][0]["y"], "seconds");

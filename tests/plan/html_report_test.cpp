@@ -141,6 +141,21 @@ TEST_F(HtmlReport, SaysWhatDocumentsAndRoutersMayMakeOfIt) {
   EXPECT_FALSE(find_bounds(this->config("llama"), run, {}).has_value());
 }
 
+/// Of a micro-batch that is padding, experts on other ranks get nothing, also from a router that gives each expert as many tokens, and where each is cut over
+/// all ranks.
+TEST_F(HtmlReport, BoundsKnowThatAMicroBatchMayBePadding) {
+  for (const std::vector<std::string>& dealt : {std::vector<std::string>{"mesh.ep=2", "model.router=expert_choice"}, {"mesh.expert_tp=2"}}) {
+    std::vector<std::string> sets{"data.documents=lines", "mesh.dp_shard=2", "zero.stage=1", "model.ffn_dim=64",
+                                  "model.experts=4",      "data.seq_len=64", "run.threads=1"};
+    sets.insert(sets.end(), dealt.begin(), dealt.end());
+    const Config config = this->config("mixtral", sets);
+    const DryRun run = dry_run(config, 2, {});
+    const auto peak = [](const DryRun& of) { return static_cast<double>(total_of(largest_class(of).peak_bytes)); };
+    const double full = without_length(peak(run), peak(dry_run(config, 2, {.documents = kShortDocuments})));
+    EXPECT_LT(static_cast<double>(find_bounds(config, run, {})->lowest_peak), full - 1000) << dealt.front();
+  }
+}
+
 TEST_F(HtmlReport, TheTraceHoldsEveryActionOnce) {
   for (const int stages : {1, 2}) {
     const DryRun run = run_of(config("llama", {"mesh.pp=" + std::to_string(stages)}), stages);

@@ -1,5 +1,7 @@
 #include "tessera/quantize/quantize.h"
 
+#include <cmath>
+
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/randn.h>
@@ -57,6 +59,9 @@ TEST(Quantize, RefusesByName) {
   EXPECT_THAT(quantized("second"), ThrowsMessage<ConfigError>(HasSubstr("'second.weight' is to be trained")));
   freeze(*pair);
   EXPECT_THAT(quantized("secon"), ThrowsMessage<ConfigError>(HasSubstr("the nearest path is 'second'")));
+  pair->second->weight[2][3] = NAN;
+  EXPECT_THAT(quantized("second"), ThrowsMessage<ConfigError>(HasSubstr("quantize: 'second.weight' holds numbers that are not finite")));
+  pair->second->weight[2][3] = 1;
   EXPECT_THAT(quantized("norm"), ThrowsMessage<ConfigError>(HasSubstr("names 'norm' and no linear layer")));
 }
 

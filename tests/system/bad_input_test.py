@@ -314,6 +314,14 @@ class BadInput(SystemTest):
             self.assertIn(said, self.refusal(run("plan", self.recipe, "--layouts", layouts)))
         self.refused("batch.global_size=0", "batch.per_rank=4", "batch.micro_size=0", expect=["batch.micro_size = 0"])
 
+    def test_what_a_run_saves_is_what_it_was_asked_for(self):
+        """batch.per_rank is each data rank's, however many there are."""
+        _, log = self.train("two", nproc=2, sets=["batch.global_size=0", "batch.per_rank=2", "run.steps=4"])
+        saved = log / "config.toml"
+        self.assertIn("per_rank = 2\n", saved.read_text())
+        _, log = self.train("four", nproc=4, sets=[], recipe=saved)
+        self.assertIn("per_rank = 2\n", (log / "config.toml").read_text())
+
     def test_a_configuration_that_no_run_saved_is_kept(self):
         log = self.folder / "log"
         log.mkdir()

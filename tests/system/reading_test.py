@@ -142,6 +142,16 @@ class Reading(SystemTest):
         self.assertEqual(done.stderr.count(text), 1, done.stderr)
         self.assertEqual(sorted(path.name for path in ckpt.iterdir()), ["set-aside-1", "step-00000005", "step-00000006"])
 
+    def test_beyond_the_memory_that_they_may_have(self):
+        ckpt = self.saved()
+        limit = ("--set", "run.memory_limit_bytes=150000")
+        for done, way in ((self.eval("--checkpoint", ckpt, *limit), "smaller --micro-size"),
+                          (run("generate", "--checkpoint", ckpt, "--prompt", "the", *limit), "fewer --prompt")):
+            line = done.stderr.strip().splitlines()[-1]
+            self.assertEqual(done.returncode, 1, line)
+            for word in ("run.memory_limit_bytes = 150000", "in use", way, "mesh.tp", "raise the limit"):
+                self.assertIn(word, line)
+
     def test_settings_that_say_nothing_to_a_reader_are_said_to(self):
         ckpt = self.saved()
         idle = ("--set", "optim.lr=0.5", "--set", "data.seq_len=8", "--set", "run.threads=1")

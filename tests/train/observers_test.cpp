@@ -385,6 +385,20 @@ TEST(ProgressBar, PrintsPlainLinesWithoutATerminal) {
   EXPECT_THAT(rare, AllOf(HasSubstr("step 1/100  loss"), HasSubstr("step 100/100  loss"), HasSubstr("step 50/100  validation"), Not(HasSubstr("step 2/100"))));
 }
 
+TEST(ProgressBar, ALossThatIsNoNumberHasNoSign) {
+  const double none = -std::numeric_limits<double>::quiet_NaN();
+  Folder folder;
+  std::FILE* const out = std::fopen((folder / "out").c_str(), "w");
+  {
+    ProgressBar bar({.out = out, .line_every_s = 0});
+    bar.on_start({.name = "demo", .last_step = 1});
+    bar.after_step(step(1, none));
+    bar.after_validation({.step = 1, .loss = none, .bits_per_byte = none});
+  }
+  std::fclose(out);
+  EXPECT_THAT(slurp(folder / "out"), AllOf(HasSubstr("loss nan  "), HasSubstr("validation loss nan  nan bits per byte\n"), Not(HasSubstr("-nan"))));
+}
+
 TEST(ProgressBar, RedrawsInPlaceAndNeverWraps) {
   for (int width : {20, 60, 80, 200}) {
     const std::string out = printed({.terminal = true, .width = width}, 50, 1e-3);

@@ -8,6 +8,8 @@
 #include "tessera/models/model.h"
 #include "tessera/nn/meta.h"
 #include "tessera/train/evaluate.h"
+#include "tessera/train/inputs.h"
+#include "tests/refusal.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -48,6 +50,14 @@ std::map<std::string, at::Tensor> gradients_of(LanguageModel& model) {
     parameter.value().mutable_grad() = at::Tensor();
   }
   return gradients;
+}
+
+TEST_F(PackedDocuments, OfTheHeldOutTextThatAreTooLongAreNotThoseOfTheOther) {
+  std::ofstream(folder_ / "held_out.txt") << std::string(70, 'a') << "\nb\n";
+  const auto held_out = "data.validation_files=[\"" + (folder_ / "held_out.txt").string() + "\"]";
+  EXPECT_THAT(testing_support::refusal([&] { open_inputs(lines("llama", {held_out})); }),
+              testing::StartsWith("data.validation_files: data.seq_len = 29: a window holds whole documents, and 1 of 2 are longer"));
+  EXPECT_THAT(testing_support::refusal([&] { open_inputs(lines("llama", {"data.seq_len=5"})); }), testing::StartsWith("data.seq_len = 5: "));
 }
 
 TEST_F(PackedDocuments, AreComputedAsIfEachWereAlone) {

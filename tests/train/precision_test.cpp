@@ -1,3 +1,4 @@
+#include <cmath>
 #include <limits>
 #include <set>
 
@@ -141,15 +142,18 @@ TEST_F(Precision, GatheringInTheTypeOfTheProductsChangesNoBit) {
   }
 }
 
-/// Spoils the gradient that flows back through a module, in chosen steps.
+/// Spoils the gradient that flows back through a module, or what it gives, in chosen steps.
 class Overflow final : public nn::Interceptor {
  public:
   nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override {
     auto outputs = next(std::move(inputs));
-    if (active) outputs.at(0).toTensor().register_hook([](const at::Tensor& gradient) { return gradient * std::numeric_limits<float>::infinity(); });
+    if (active && forward) outputs.at(0) = outputs.at(0).toTensor() * std::numeric_limits<float>::infinity();
+    if (active && !forward)
+      outputs.at(0).toTensor().register_hook([](const at::Tensor& gradient) { return gradient * std::numeric_limits<float>::infinity(); });
     return outputs;
   }
   bool active = false;
+  bool forward = false;
 };
 
 class Overflowing : public Precision {
@@ -167,6 +171,7 @@ class Overflowing : public Precision {
       Stepper stepper(settings, mesh, testing_support::test_device(), scope);
       data::Loader loader(text, loader_options(settings, mesh));
       const auto overflow = std::make_shared<Overflow>();
+      overflow->forward = forward_;
       const auto attached = nn::attach(*stepper.run().model, "layers.0.feed_forward", overflow);
       for (int64_t step = 1; step <= steps; ++step) {
         overflow->active = ranks.rank() == bad && when.contains(step);
@@ -179,6 +184,8 @@ class Overflowing : public Precision {
     });
     return seen;
   }
+
+  bool forward_ = false;  ///< the pass that overflows
 };
 
 TEST_F(Overflowing, OnOneRankSkipsTheStepOnAll) {
@@ -210,6 +217,24 @@ TEST_F(Overflowing, StopsAfterSkipsInARowAndNamesRankAndParameter) {
   EXPECT_THAT([&] { run(settings, 2, 1, {2, 3, 4}, 4); }, ::testing::ThrowsMessage<std::runtime_error>(AllOf(
                                                               HasSubstr("step 3: the gradient's norm is not finite for 2 steps in a row (precision.max_skips)"),
                                                               HasSubstr("on rank 1 the gradient of 'layers.0.feed_forward."))));
+}
+
+TEST_F(Overflowing, ALossThatIsNoNumberInTwoStepsRunningStopsAtAnyScale) {
+  forward_ = true;
+  const auto stops = [&](const Sets& sets, const std::set<int64_t>& when, const std::string& way_out) {
+    EXPECT_THAT([&] { run(config("llama", with(kHalf, sets)), 2, 1, when, 5); },
+                ::testing::ThrowsMessage<std::runtime_error>(
+                    AllOf(HasSubstr("step " + std::to_string(*when.rbegin()) + ": the gradient's norm is not finite, and neither is the loss"),
+                          HasSubstr("for 2 steps in a row: on rank 1 the output of 'layers."), HasSubstr(way_out))))
+        << ::testing::PrintToString(sets);
+  };
+  stops({}, {2, 3}, "start again with a lower optim.lr");
+  stops({"precision.loss_scale=128"}, {3, 4}, "start again with a lower optim.lr");
+  stops({}, {1, 2}, "no weight has been updated yet");
+  // One batch may overflow where the next does not.
+  const auto seen = run(config("llama", kHalf), 2, 1, {2, 4}, 5);
+  for (const auto& rank : seen) EXPECT_EQ(rank[4].loss_scale.skipped, 2);
+  EXPECT_FALSE(std::isfinite(seen[0][1].loss));
 }
 
 TEST_F(Overflowing, WithoutScalingStopsBeforeTheUpdate) {

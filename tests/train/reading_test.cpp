@@ -63,6 +63,16 @@ TEST_F(FoundModels, TellsCheckpointsApart) {
   EXPECT_TRUE(comm::disagreement({reading_settings(found(byte_), text), reading_settings(found(byte_), begins)})) << "data.bos, as files say it";
 }
 
+using ResumedRuns = testing_support::ResumeFixture;
+
+TEST_F(ResumedRuns, AFolderOfCheckpointsIsNoCheckpoint) {
+  const testing_support::Layout one{"one", 1, {}};
+  run(one, {"run.steps=1", "checkpoint.dir=" + saved(one).string()});
+  EXPECT_THAT(testing_support::refusal([&] { open_inputs(settings(one, {"checkpoint.resume=" + saved(one).string()})); }),
+              testing::AllOf(HasSubstr("is a folder of checkpoints"), HasSubstr("set checkpoint.resume = " + saved(one, 1).string()),
+                             HasSubstr("checkpoint.dir = " + saved(one).string() + " and checkpoint.resume = latest")));
+}
+
 /// A Hugging Face folder beside the text, of the shape of ResumeFixture's model, and a tokenizer for it.
 class FolderTokenizers : public testing_support::ResumeFixture {
  protected:

@@ -1,6 +1,7 @@
 #include "tessera/train/replay.h"
 
 #include <array>
+#include <limits>
 
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>
@@ -72,6 +73,25 @@ TEST_F(ReplayTest, EveryNumberOfDataRanksReplaysEveryOthersBits) {
       EXPECT_EQ(result.micro_batches, std::min(saved_by, loaded_by));
     }
   }
+}
+
+TEST_F(ReplayTest, ALossThatIsNotFiniteIsMarkedAndNeverReplays) {
+  const auto small = config("llama", {"run.threads=1"});
+  const auto plant = [](Composition& run) {
+    const at::NoGradGuard no_grad;
+    at::Tensor(run.parameters.back().tensor).fill_(std::numeric_limits<float>::quiet_NaN());
+  };
+  EXPECT_FALSE(recorded(small, 2)["replay"].contains("not_finite"));
+  nlohmann::json progress;
+  with_model(small, 2, [&](const Replay& replay, Composition& run, const data::Cursor& cursor, int rank) {
+    plant(run);
+    ForwardEngine engine(run);
+    auto record = replay.record(engine, cursor);
+    if (rank == 0) progress["replay"] = std::move(record);
+  });
+  EXPECT_EQ(progress["replay"].value("not_finite", false), true);
+  EXPECT_THAT([&] { check(small, 2, progress, plant); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("step-3: micro-batch 0 of step 4 had a loss of nan"), HasSubstr("resume from an older checkpoint"))));
 }
 
 TEST_F(ReplayTest, OtherArithmeticIsHeldToABound) {

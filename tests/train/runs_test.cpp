@@ -254,6 +254,48 @@ TEST_F(Runs, MomentumThatACheckpointDoesNotHoldIsRefused) {
   run_into("a", 2, {"optim.name=sgd"});
   EXPECT_THAT(([&] { run_into("a", 4, {"optim.name=sgd", "optim.momentum=0.9", "checkpoint.resume=latest"}); }),
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("optim.momentum = 0.9"), HasSubstr("was written without momentum"))));
+  run_into("b", 2, {"optim.name=muon"});
+  EXPECT_THAT(([&] { run_into("b", 4, {"optim.name=muon", "optim.momentum=0", "checkpoint.resume=latest"}); }),
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("optim.momentum = 0.0"), HasSubstr("holds momentum, which would be lost"))));
+  run_into("b", 4, {"optim.name=muon", "optim.momentum=0.5", "checkpoint.resume=latest"});
+  EXPECT_EQ(first_step(), 3);
+}
+
+/// A rate that leaves weights of which every forward is NaN: they replay bit for bit, and are no use.
+TEST_F(Runs, WeightsThatMakeNoNumberAreSavedBesideAndNotGoneOnFrom) {
+  const auto lost = [](Sets more) {
+    more.insert(more.end(), {"optim.lr=1e38", "optim.weight_decay=0"});
+    return more;
+  };
+  run_into("a", 2, {});
+  const auto from_2 = lost({"checkpoint.resume=latest", "checkpoint.keep=1", "checkpoint.dir=" + (folder_ / "a").string(), "run.steps=3"});
+  ::testing::internal::CaptureStderr();
+  EXPECT_THAT([&] { run(ddp2_, from_2); },
+              ThrowsMessage<std::runtime_error>(AllOf(HasSubstr("step 3: the run ends with weights of which no step goes on"), HasSubstr("lower optim.lr"))));
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), AllOf(HasSubstr("step 3: the loss of the next step's text"), HasSubstr("checkpoint.keep does not")));
+  EXPECT_THAT(steps_in("a"), ElementsAre(2, 3));
+
+  EXPECT_THAT(([&] { run_into("a", 4, {"checkpoint.resume=" + at("a", 3)}); }),
+              ThrowsMessage<ConfigError>(
+                  AllOf(HasSubstr("step-00000003: the loss that it recorded"), HasSubstr("name an older checkpoint"), HasSubstr("checkpoint.verify = false"))));
+  EXPECT_THAT(([&] { run_into("b", 4, {"checkpoint.resume=" + at("a", 3), "checkpoint.verify=false"}); }),
+              ThrowsMessage<std::runtime_error>(HasSubstr("step 4: the gradient's norm is not finite")));
+  EXPECT_THAT(open_inputs(settings(ddp2_, {"checkpoint.dir=" + (folder_ / "a").string(), "checkpoint.resume=latest"})).remarks,
+              ElementsAre(AllOf(HasSubstr("passing over "), HasSubstr("step-00000003: the loss that it recorded"))));
+  run_into("a", 4, {"checkpoint.resume=latest"});
+  EXPECT_EQ(first_step(), 3);
+  run_into("c", 1, lost({"checkpoint.verify=false"}));  // with no replay, nobody knows
+}
+
+TEST_F(Runs, ALastStepThatWasSkippedIsSaid) {
+  const Sets half{"precision.params=fp16", "precision.compute=fp16"};
+  const auto with_scale = [&](const std::string& scale) {
+    Sets sets = half;
+    sets.push_back("precision.loss_scale=" + scale);
+    return sets;
+  };
+  EXPECT_THAT(run_into("a", 1, with_scale("1e30")), HasSubstr("step 1, the last, was skipped"));
+  EXPECT_THAT(run_into("b", 1, with_scale("16")), Not(HasSubstr("was skipped")));
 }
 
 TEST_F(Runs, GroupsMayChangeTheirRatesAndNotTheirOptimizer) {

@@ -23,11 +23,18 @@ void ProgressBar::on_start(const RunInfo& run) {
                    steps));
 }
 
+namespace {
+
+/// A NaN has no sign that says anything.
+double unsigned_nan(double value) { return std::isnan(value) ? std::abs(value) : value; }
+
+}  // namespace
+
 double ProgressBar::eta_s(const StepResult& result) const { return smooth_step_s_ * static_cast<double>(std::max<int64_t>(0, run_.last_step - result.step)); }
 
 std::string ProgressBar::numbers(const StepResult& result) const {
   const double tokens_per_s = smooth_step_s_ > 0 ? static_cast<double>(result.tokens) / smooth_step_s_ : 0;
-  std::string out = fmt::format("loss {:.4f}  {} tok/s", result.loss, format_count(tokens_per_s));
+  std::string out = fmt::format("loss {:.4f}  {} tok/s", unsigned_nan(result.loss), format_count(tokens_per_s));
   if (const auto busiest = result.extras.find("busiest_expert"); busiest != result.extras.end())
     out += fmt::format("  busiest expert {:.2f}x", busiest->second);
   if (result.step < run_.last_step) out += "  ETA " + format_duration(eta_s(result) < 1 ? eta_s(result) : std::round(eta_s(result)));
@@ -79,7 +86,8 @@ void ProgressBar::clear_bar() {
 
 void ProgressBar::after_validation(const ValidationResult& result) {
   clear_bar();
-  show(fmt::format("step {}/{}  validation loss {:.4f}  {:.4f} bits per byte\n", result.step, run_.last_step, result.loss, result.bits_per_byte));
+  show(fmt::format("step {}/{}  validation loss {:.4f}  {:.4f} bits per byte\n", result.step, run_.last_step, unsigned_nan(result.loss),
+                   unsigned_nan(result.bits_per_byte)));
 }
 
 void ProgressBar::on_end(const RunEnd& end) {
