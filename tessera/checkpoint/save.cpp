@@ -4,6 +4,7 @@
 #include <optional>
 #include <set>
 #include <string_view>
+#include <system_error>
 #include <tuple>
 #include <utility>
 
@@ -143,7 +144,15 @@ std::vector<std::vector<HeldSlice>> prepare(const fs::path& folder, const fs::pa
   }
   if (answers.front().at("replaces").get<bool>()) {
     together(group, [&] {
-      if (replaced) refuse_to_replace_another_model(folder, *replaced, held, state.optimizer);
+      if (replaced) {
+        try {
+          refuse_to_replace_another_model(folder, *replaced, held, state.optimizer);
+        } catch (...) {
+          std::error_code ignored;
+          fs::remove_all(temporary, ignored);  // made a moment ago, and empty
+          throw;
+        }
+      }
       return nlohmann::json();
     });
   }

@@ -28,15 +28,6 @@ at::Tensor defined(const SlicedTensor& held) { return held.tensor.defined() ? he
 
 std::string module_of(const std::string& parameter) { return parameter.substr(0, parameter.find_last_of('.') + 1); }
 
-/// Of a gradient that is zero in exact arithmetic, the module whose gradients say how large its rounding is; empty for all others. A key's bias adds one number
-/// to all of a query's scores, which the softmax takes out again; and where a query has one key, neither says anything.
-std::string measure_of_zeros(const std::string& parameter, int64_t keys) {
-  const std::string module = module_of(parameter);
-  const bool query = module.ends_with(".wq."), key = module.ends_with(".wk.");
-  if (keys == 1 && (query || key)) return module_of(module.substr(0, module.size() - 1));
-  return key && parameter.ends_with(".bias") ? module : "";
-}
-
 /// The slices of one logical tensor, one a rank that holds any of it.
 struct Held {
   std::vector<Slice> slices;
@@ -74,6 +65,13 @@ std::string gap(const Held& held, const Slice& whole) {
 }
 
 }  // namespace
+
+std::string measure_of_zeros(const std::string& parameter, int64_t keys) {
+  const std::string module = module_of(parameter);
+  const bool query = module.ends_with(".wq."), key = module.ends_with(".wk.");
+  if (keys == 1 && (query || key)) return module_of(module.substr(0, module.size() - 1));
+  return key && parameter.ends_with(".bias") ? module : "";
+}
 
 double largest_entry(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.numel() == 0) return 0;

@@ -28,6 +28,10 @@ using Scales = std::map<std::string, double>;
 /// Each tensor's own largest entry.
 Scales own_scales(const std::vector<checkpoint::SlicedTensor>& reference);
 
+/// Of a gradient that is zero in exact arithmetic, the module ("layers.0.attention.") whose gradients say how large its rounding is; empty for all others. A
+/// key's bias adds one number to all of a query's scores, which the softmax takes out again; and where a query has one key, queries and keys say nothing.
+std::string measure_of_zeros(const std::string& parameter, int64_t keys);
+
 /// The same, but at least a tenth of the largest entry among the parameters of the same module. What is zero in exact arithmetic is rounding alone, and is
 /// measured by what it is the rounding of: a key's bias by its weight's gradient, and queries and keys by their attention's, where `keys`, the most that a
 /// query sees, is one.

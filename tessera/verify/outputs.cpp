@@ -218,12 +218,25 @@ std::vector<OutputComparer::Given> OutputComparer::take_given(const OutputKey& k
 
 void OutputComparer::output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout&) {
   const int64_t depth = depth_[key.first_sample]++;
+  if (key.backward && batch_.keys == 1) largest_[key.module] = std::max(largest_[key.module], largest_entry(values));
   std::vector<Slice> parts;
   for (const Given& given : take_given(key)) {
     parts.push_back(part_of(key, given.output, sizes_of(values)));
     compare(key, given.rank, given.output, values, depth);
   }
   if (!make_up(parts, Slice::whole(key.module, sizes_of(values)))) ++(key.backward ? backward_ : forward_).unseen;
+}
+
+/// What is small for a module's output: its largest entry. A gradient that is rounding alone is measured by those that it is the rounding of, which backward
+/// has come to before.
+double OutputComparer::scale_of(const OutputKey& key, const at::Tensor& want) const {
+  double scale = largest_entry(want);
+  const std::string measure = key.backward ? measure_of_zeros(key.module + ".weight", batch_.keys) : "";
+  if (measure.empty()) return scale;
+  for (const auto& [module, largest] : largest_) {
+    if (module.starts_with(measure)) scale = std::max(scale, largest);
+  }
+  return scale;
 }
 
 void OutputComparer::compare(const OutputKey& key, int rank, const RecordedOutputs::Output& got, const at::Tensor& want, int64_t depth) {
@@ -243,7 +256,7 @@ void OutputComparer::compare(const OutputKey& key, int rank, const RecordedOutpu
     ++(equal ? result.bit_equal : result.beyond_budget);
     return;
   }
-  parting.value = relative(largest_difference(got.values, expected), largest_entry(want));
+  parting.value = relative(largest_difference(got.values, expected), scale_of(key, want));
   if (parting.value == 0) ++result.bit_equal;
   result.worst = std::max(result.worst, parting.value);
   if (parting.value > parting.allowed) note_parting(key, place, std::move(parting));

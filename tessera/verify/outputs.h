@@ -43,6 +43,7 @@ struct SampleRange {
 /// How samples, counted over the whole run, make up steps and micro-batches.
 struct BatchShape {
   int64_t global_size = 1, micro_size = 1;
+  int64_t keys = 0;  ///< the most that a query sees; 0: not said
 
   int64_t step_of(int64_t sample) const { return sample / global_size + 1; }
   int64_t micro_batch_of(int64_t sample) const { return sample % global_size / micro_size; }
@@ -100,7 +101,10 @@ class OutputComparer : public OutputSink {
   OutputComparer(std::vector<RecordedOutputs*> ranks, const VerifyBounds& bounds, BatchShape batch, MeshShape axes = {})
       : ranks_(std::move(ranks)), bounds_(bounds), batch_(batch), axes_(std::move(axes)) {}
   void output(const OutputKey& key, const at::Tensor& values, const nn::OutputLayout& layout) override;
-  void begin_step() { before_ = {backward_, first_}; }
+  void begin_step() {
+    before_ = {backward_, first_};
+    largest_.clear();
+  }
   /// What was found of gradients since: of a step that both sides skip they are not numbers.
   void forget_gradients();
 
@@ -120,6 +124,7 @@ class OutputComparer : public OutputSink {
   std::vector<Given> take_given(const OutputKey& key);
   bool same_sum(const Given& one, const Given& other);
   void compare(const OutputKey& key, int rank, const RecordedOutputs::Output& got, const at::Tensor& want, int64_t depth);
+  double scale_of(const OutputKey& key, const at::Tensor& want) const;
   void note_parting(const OutputKey& key, const Place& place, Parting parting);
 
   std::vector<RecordedOutputs*> ranks_;
@@ -128,6 +133,7 @@ class OutputComparer : public OutputSink {
   MeshShape axes_;
   std::map<std::vector<std::string>, std::vector<int>> sums_;  ///< by axes that sums go over: of each rank, which of the sums is its
   std::map<int64_t, int64_t> depth_;                           ///< outputs so far, by micro-batch
+  std::map<std::string, double> largest_;                      ///< entry of a module's gradients in the step so far
   OutputComparison forward_, backward_;
   std::map<bool, Place> first_;                                ///< of the first parting, by direction
   std::pair<OutputComparison, std::map<bool, Place>> before_;  ///< the step: backward_ and first_

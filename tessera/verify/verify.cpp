@@ -39,6 +39,9 @@ namespace {
 
 using checkpoint::SlicedTensor;
 
+/// The most keys that a query sees.
+int64_t most_keys(const Config& config) { return config.model.sliding_window == 1 ? 1 : config.data.seq_len; }
+
 /// What stays of a configuration on one device: all that decides the arithmetic.
 Config reference_of(Config config) {
   const double timeout_s = config.comm.timeout_s;
@@ -282,7 +285,8 @@ void Verification::run_reference() {
 
   std::vector<RecordedOutputs*> ranks;
   for (auto& rank : recorded_) ranks.push_back(&rank);
-  OutputComparer outputs(std::move(ranks), bounds_, {.global_size = layout_.batch.global_size, .micro_size = layout_.batch.micro_size}, axes_);
+  const BatchShape batch_shape{.global_size = layout_.batch.global_size, .micro_size = layout_.batch.micro_size, .keys = most_keys(layout_)};
+  OutputComparer outputs(std::move(ranks), bounds_, batch_shape, axes_);
   const Attachment routers = replay_choices(side.model(), samples_, choices_of_ranks(), routing_);
   const Attachment tap = tap_outputs(side.model(), samples_, outputs, tapped(nullptr));
   for (int64_t i = 0; i < options_.steps; ++i) {
@@ -348,8 +352,8 @@ bool Verification::compare_gradients(const data::StepBatch& batch, Side& side) {
       if (exact.empty()) exact = exact_gradients(batch, side);
       return exact.at(name);
     };
-    gradients_.compare(batch.step, own, theirs, gradient_scales(own, layout_.model.sliding_window == 1 ? 1 : layout_.data.seq_len),
-                       bounds_.gradient_floor / reference.loss_scale.value(), bounds_.bit_for_bit ? Exact() : Exact(ask));
+    gradients_.compare(batch.step, own, theirs, gradient_scales(own, most_keys(layout_)), bounds_.gradient_floor / reference.loss_scale.value(),
+                       bounds_.bit_for_bit ? Exact() : Exact(ask));
   }
   for (const auto& gradient : own) follow(gradient, theirs);
   meeting_.dismiss();

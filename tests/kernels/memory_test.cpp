@@ -12,6 +12,7 @@
 #include "tessera/kernels/rope.h"
 #include "tessera/kernels/swiglu.h"
 #include "tests/kernels/support.h"
+#include "tests/on_the_cpu.h"
 
 namespace tessera::kernels {
 namespace {
@@ -32,6 +33,9 @@ void PrintTo(const Bytes& bytes, std::ostream* out) {
 
 /// What `step` allocates on `device`, beyond its inputs, and the layout of what it returns.
 Bytes measure(const std::function<Tensors(const Tensors&)>& step, const Tensors& inputs, c10::Device device) {
+  // Some of libtorch's kernels make scratch without naming a device (attention in bf16, on CPUs with matrix units).
+  std::optional<testing_support::OnTheCpu> cpu;
+  if (device.is_cpu()) cpu.emplace();
   Tensors local;
   for (const auto& input : inputs) {
     at::Tensor copy = at::empty_strided(input.sizes(), input.strides(), input.options().device(device));

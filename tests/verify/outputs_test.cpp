@@ -179,6 +179,32 @@ TEST_F(SlicedOutputs, AStepBeginsWithItsWholeBudget) {
   }
 }
 
+/// A softmax over one key is 1 whatever the scores: what comes back to queries and keys is rounding of what came back to their attention.
+TEST_F(SlicedOutputs, GradientsOfQueriesThatSeeOneKeyAreMeasuredByTheirAttentions) {
+  const auto parts = [&](int64_t keys, const char* module, double noise) {
+    RecordedOutputs rank(1 << 20);
+    BatchShape batch = kBatch;
+    batch.keys = keys;
+    OutputComparer comparer({&rank}, bounds_, batch);
+    comparer.begin_step();
+    const auto output = [&](const std::string& name, const at::Tensor& got, const at::Tensor& want) {
+      const OutputKey at{.backward = true, .module = name, .first_sample = 0};
+      rank.output(at, got, {});
+      comparer.output(at, want, {});
+    };
+    output("layers.0.attention.core", whole_, whole_);
+    output(module, whole_ * noise, whole_ * -noise);
+    return comparer.backward().first.has_value();
+  };
+  for (const char* module : {"layers.0.attention.wq", "layers.0.attention.wk"}) {
+    EXPECT_FALSE(parts(1, module, 1e-8)) << module;
+    EXPECT_TRUE(parts(1, module, 1e-3)) << module << ": more than rounding";
+    EXPECT_TRUE(parts(2, module, 1e-8)) << module;
+  }
+  EXPECT_TRUE(parts(1, "layers.0.attention.wv", 1e-8));
+  EXPECT_TRUE(parts(1, "layers.1.attention.wk", 1e-8)) << "of another layer";
+}
+
 TEST_F(SlicedOutputs, TheEarliestStepIsNamedThenTheInnermostModule) {
   OutputComparer comparer({&ranks_[0]}, bounds_, kBatch);
   const auto output = [&](const char* module, int64_t sample, bool wrong) {
