@@ -8,6 +8,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/where.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -19,12 +20,12 @@
 #include "tessera/checkpoint/narrowing.h"
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
-#include "tessera/checkpoint/stored_slices.h"
 #include "tessera/checkpoint/unfinished_folder.h"
 #include "tessera/config/limits.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/rng.h"
 #include "tessera/nn/adapter_names.h"
+#include "tessera/nn/expanded.h"
 
 // All that is wrong with a checkpoint is found before the first byte is written, and told at once. Then one tensor at a time is put together from its slices,
 // hashed as they are read, so that a model need not fit into memory. The folder has another name until it is whole.
@@ -155,15 +156,15 @@ class Source {
       copy_slices({Slice::whole(row.ours, row.whole_shape())}, {remade}, slice, theirs);
       refuse_beyond_dtype(theirs, {remade}, place_, row.ours);
     } else {
-      stored_.fill(std::move(theirs), row.slice_of(fullest(manifest_, stored_name(row), dtype)));
+      fill_fullest(stored_, manifest_, std::move(theirs), row.slice_of(stored_name(row)), dtype, refuse_beyond_dtype, place_);
     }
   }
 
   at::Tensor read(const std::string& parameter, at::ScalarType dtype) {
-    const std::string name = fullest(manifest_, "model." + parameter, dtype);
+    const std::string name = "model." + parameter;
     const auto& shape = manifest_.tensors.at(name).shape;
     const at::Tensor values = at::empty(shape, at::device(at::kCPU).dtype(at::kFloat));
-    stored_.fill(values, Slice::whole(name, shape));
+    fill_fullest(stored_, manifest_, values, Slice::whole(name, shape), dtype, refuse_beyond_dtype, place_);
     return values;
   }
 
@@ -258,6 +259,24 @@ std::string fullest(const Manifest& manifest, const std::string& weight, at::Sca
   const bool as_stored = stored != manifest.tensors.end() && stored->second.dtype == dtype_name(dtype);
   const bool ahead = manifest.tensors.contains(detail::concat("optimizer.", optim::kNextState, ".", parameter));
   return as_stored || ahead || !manifest.tensors.contains(master) ? weight : master;
+}
+
+void fill_fullest(StoredSlices& stored, const Manifest& manifest, at::Tensor target, const Slice& slice, at::ScalarType dtype,
+                  const StoredSlices::Narrowed& narrowed, const std::string& place) {
+  Slice of_master = slice;
+  of_master.name = fullest(manifest, slice.name, dtype);
+  const auto weight_entry = manifest.tensors.find(slice.name);
+  if (of_master.name == slice.name || weight_entry == manifest.tensors.end()) return stored.fill(std::move(target), of_master);
+  require(manifest.tensors.at(of_master.name).shape == slice.shape, place, ": ", of_master.name, " has another shape than ", slice.name,
+          "; the checkpoint is damaged, use another");
+  const c10::NoGradGuard no_grad;
+  const at::Tensor master = at::empty(target.sizes(), at::device(at::kCPU).dtype(at::kFloat));
+  const at::Tensor weight = at::empty(target.sizes(), at::device(at::kCPU).dtype(dtype_from_name(weight_entry->second.dtype)));
+  stored.fill(master, of_master);
+  stored.fill(weight, slice);
+  const at::Tensor values = at::where(master.to(weight.scalar_type()).eq(weight), master, weight.to(at::kFloat));
+  nn::written_once(target, target).copy_(nn::written_once(values, target));
+  narrowed(target, {values}, place, std::string(parameter_of(slice.name)));
 }
 
 Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& source, const fs::path& out, const ExportOptions& options) {

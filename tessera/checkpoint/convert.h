@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/stored_slices.h"
 #include "tessera/config/config.h"
 
 namespace tessera::checkpoint {
@@ -27,7 +28,7 @@ struct TextIds {
 };
 
 struct ExportOptions {
-  std::optional<at::ScalarType> dtype{};             ///< of all tensors, of the values that fullest() says; nothing: as stored
+  std::optional<at::ScalarType> dtype{};             ///< of all tensors, of the values that fill_fullest() gives; nothing: as stored
   int64_t max_shard_bytes = int64_t{5'000'000'000};  ///< of one file; a tensor that is larger has a file of its own
   std::optional<Upcycling> upcycling{};              ///< of a LLaMA: writes a Mixtral
   std::set<std::string> remade{};  ///< weights that the checkpoint need not hold ("layers.0.attention.wq.weight"): `remake` gives them, whole, in fp32
@@ -44,6 +45,12 @@ struct Exported {
 /// where there is one: that is what was trained, of which the weight is a rounding, and with which a run goes on. Where updates are delayed, masters are one
 /// update ahead of the weights, and stand in for none.
 std::string fullest(const Manifest& manifest, const std::string& weight, at::ScalarType dtype);
+
+/// Fills `target` with `slice` of a stored weight, for who wants it as `dtype`, as fullest() says; where its master does not round to it, somebody has written
+/// the weight since the last update, and it is the weight's value, element by element, as in the next update (precision::MasterWeights). `narrowed` and `place`
+/// are those of `stored`. Memory: of the slice, once more in fp32 and once as stored.
+void fill_fullest(StoredSlices& stored, const Manifest& manifest, at::Tensor target, const Slice& slice, at::ScalarType dtype,
+                  const StoredSlices::Narrowed& narrowed, const std::string& place);
 
 /// Writes the weights of a checkpoint, saved in any layout, as a Hugging Face model: config.json and model.safetensors, or where that would exceed
 /// max_shard_bytes model-00001-of-0000n.safetensors with an index. A tied head is left out, as there. `model` is resolved and must be the checkpoint's. Every

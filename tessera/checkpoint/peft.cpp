@@ -209,7 +209,7 @@ Exported export_peft(const fs::path& checkpoint, const ModelConfig& model, const
   Exported exported{.tensors = static_cast<int64_t>(adapters.size()), .files = 1};
   for (const auto& [name, spec] : adapters) {
     const at::Tensor tensor = at::empty(spec.shape, at::device(at::kCPU).dtype(spec.dtype));
-    stored.fill(tensor, Slice::whole(fullest(manifest, name, spec.dtype), spec.shape));
+    fill_fullest(stored, manifest, tensor, Slice::whole(name, spec.shape), spec.dtype, refuse_beyond_dtype, checkpoint.string());
     writer.write(tensor);
     exported.bytes += static_cast<int64_t>(tensor.nbytes());
   }

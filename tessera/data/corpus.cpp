@@ -227,6 +227,8 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
     require(!has_mark(file), knob, ": ", file.string(), ": is a packed corpus, which is known by its name; rename it to end in .bin");
   }
   const std::string content = content_hash(files, tokenizer, documents, bos, knob);
+  // What an earlier build has packed into the cache may be of files that are no text, and would be trained on with nobody reading them again.
+  for (const auto& file : files) const TextReader looked_at(file, knob);
   const std::filesystem::path path = cache_dir / (short_name(files[0]) + "-" + content + ".bin");
   for (;;) {
     std::string damage;

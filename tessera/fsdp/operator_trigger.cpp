@@ -559,7 +559,9 @@ void OperatorTrigger::begin_forward(torch::jit::Stack& stack, size_t first) {
 }
 
 void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const bool backward = nn::backward_pass() >= 0;
+  // What a module that is computed again only looks at, without gradients, is no part of the pass that computes it.
+  const bool looks = nn::recomputing() && !at::GradMode::is_enabled() && !step_.in_backward();
+  const bool backward = nn::backward_pass() >= 0 && !looks;
   if (!backward) step_.recover();
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size(), first = stack.size() - count;

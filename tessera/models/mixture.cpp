@@ -59,7 +59,7 @@ at::Tensor MixtureFeedForwardImpl::forward(const at::Tensor& x) {
       return std::max<int64_t>(1, static_cast<int64_t>(std::ceil(capacity_factor_ * even)));
     };
     // Padding leaves no room to tokens that they would not have without it; only memory is that of rows that may all be tokens.
-    limits.capacity = capacity_of(tokens.size(0) - nn::SampleScope::padding(tokens.size(0)).size.value_or(0));
+    limits.capacity = capacity_of(tokens.size(0) - nn::SampleScope::padding(tokens.size(0)).on_host("moe.capacity_factor"));
     limits.places = std::min(*limits.places, capacity_of(tokens.size(0)) * options.experts);
   }
   const kernels::Dispatch where = kernels::dispatch(chosen, options.experts, limits);

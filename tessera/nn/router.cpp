@@ -43,7 +43,7 @@ at::Tensor RouterChoiceImpl::forward(const at::Tensor& scores) {
   return Decisions::make([&] {
     if (options_.kind != RouterKind::ExpertChoice) return kernels::choose_experts(scores, options_.per_token);
     // An expert takes its share of what are tokens; where nothing is, the router takes back what it chose.
-    const int64_t tokens = scores.size(0) - SampleScope::padding(scores.size(0)).size.value_or(0);
+    const int64_t tokens = scores.size(0) - SampleScope::padding(scores.size(0)).on_host("what an expert chooses (expert_choice)");
     return kernels::choose_tokens(scores, std::max<int64_t>(1, options_.tokens_each(tokens)));
   });
 }

@@ -33,8 +33,8 @@ at::Tensor make_rows(const SampleContext& context, int64_t batch, int64_t column
 
 bool SampleContext::operator==(const SampleContext& other) const {
   const auto numbers = [](const SampleContext& context) {
-    return std::tie(context.seed, context.step, context.first_sample, context.first_column, context.seq_len, context.expected_gradient, context.valid_tokens,
-                    context.padding_size);
+    return std::tie(context.seed, context.step, context.first_sample, context.first_column, context.columns, context.seq_len, context.expected_gradient,
+                    context.valid_tokens, context.padding_size);
   };
   return numbers(*this) == numbers(other) && positions.is_same(other.positions) && padding.is_same(other.padding);
 }
@@ -61,11 +61,22 @@ at::Tensor SampleScope::token_rows(int64_t batch, int64_t columns, at::Device de
 SampleScope::Padding SampleScope::padding(int64_t tokens) {
   const SampleContext& context = current();
   if (!context.padding.defined()) return {.rows = {}, .size = 0};
-  const int64_t rows = context.padding.size(0), columns = tokens / rows;
-  invariant(tokens % rows == 0 && context.first_column + columns <= context.padding.size(1), tokens, " tokens from column ", context.first_column,
-            " on, of a micro-batch of shape ", context.padding.sizes());
-  const at::Tensor part = context.padding.narrow(1, context.first_column, columns).reshape({tokens});
-  return {.rows = part, .size = columns == context.padding.size(1) ? std::optional(context.padding_size) : std::nullopt};
+  require(context.padding.dim() == 2, "SampleContext::padding: expected bool [rows, columns], not a tensor of shape ", context.padding.sizes());
+  const int64_t rows = context.padding.size(0), whole = context.padding.size(1), columns = context.columns.value_or(whole);
+  require(tokens == rows * columns, "SampleContext::padding: of shape ", context.padding.sizes(), context.columns ? ", of which this is a part," : "",
+          " it is that of ", rows * columns, " tokens, and here are ", tokens,
+          "; open a SampleScope around each forward pass, with the padding of the rows that it is given");
+  if (columns == whole && context.first_column == 0) return {.rows = context.padding.reshape({tokens}), .size = context.padding_size};
+  invariant(context.first_column + columns <= whole, columns, " columns from ", context.first_column, " on, of a micro-batch of shape ",
+            context.padding.sizes());
+  return {.rows = context.padding.narrow(1, context.first_column, columns).reshape({tokens}), .size = std::nullopt, .part = true};
+}
+
+int64_t SampleScope::Padding::on_host(const char* who) const {
+  if (!any() || part) return 0;
+  require(size.has_value(), "SampleContext::padding_size: ", who,
+          " is a share of the tokens that there are, so the host has to know how many of SampleContext::padding are none; set it");
+  return *size;
 }
 
 uint64_t MaskKeys::next() { return Noted::next(draw_from_libtorch); }

@@ -45,7 +45,8 @@ void LossScale::unscale(const std::vector<nn::NamedParameter>& parameters) const
   }
 }
 
-LossScale::Decision LossScale::after_backward(bool finite) {
+LossScale::Decision LossScale::after_backward(bool finite, bool lost) {
+  lost_ = !finite && lost ? lost_ + 1 : 0;
   if (finite) {
     in_a_row_ = 0;
     if (mode_ == Mode::Dynamic && ++finite_in_a_row_ >= growth_steps_) {
@@ -63,7 +64,12 @@ LossScale::Decision LossScale::after_backward(bool finite) {
 }
 
 nlohmann::json LossScale::state() const {
-  return {{"dynamic", mode_ == Mode::Dynamic}, {"value", value_}, {"finite_in_a_row", finite_in_a_row_}, {"skipped", skipped_}, {"in_a_row", in_a_row_}};
+  return {{"dynamic", mode_ == Mode::Dynamic},
+          {"value", value_},
+          {"finite_in_a_row", finite_in_a_row_},
+          {"skipped", skipped_},
+          {"in_a_row", in_a_row_},
+          {"lost_in_a_row", lost_}};
 }
 
 void LossScale::restore(const nlohmann::json& saved, const std::string& source) {
@@ -85,6 +91,7 @@ void LossScale::restore(const nlohmann::json& saved, const std::string& source) 
     value_ = value;
     finite_in_a_row_ = count("finite_in_a_row");
     in_a_row_ = count("in_a_row");
+    if (saved.contains("lost_in_a_row")) lost_ = count("lost_in_a_row");  // older checkpoints have none
   } catch (const nlohmann::json::exception& error) {
     refuse(json_reason(error));
   }

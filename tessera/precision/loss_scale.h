@@ -33,12 +33,13 @@ class LossScale {
   double value() const { return value_; }
   int64_t skipped() const { return skipped_; }            ///< steps in the whole run
   int64_t skipped_in_a_row() const { return in_a_row_; }  ///< just before now
+  int64_t lost_in_a_row() const { return lost_; }         ///< of those the last, whose loss was not finite either
 
   /// Divides every gradient by value(), in place; gradients of fp16 become fp32, in which no bit is lost. One pass over the gradients; none without scaling.
   void unscale(const std::vector<nn::NamedParameter>& parameters) const;
 
-  /// Takes up whether the step's gradients were finite, on all ranks the same.
-  Decision after_backward(bool finite);
+  /// Takes up whether the step's gradients were finite, and where they were not, whether its loss was `lost`, too; on all ranks the same.
+  Decision after_backward(bool finite, bool lost = false);
 
   /// What a checkpoint keeps, and back, bit for bit. A checkpoint that was made with another precision.loss_scale (or null, with none) leaves this one's start,
   /// and takes over the count of skipped steps alone: the schedule depends on it. Throws ConfigError naming `source` where it is damaged.
@@ -52,7 +53,7 @@ class LossScale {
   double value_ = 1;
   int64_t growth_steps_ = 0, max_skips_ = 0;
   int64_t finite_in_a_row_ = 0;  ///< since the scale last changed
-  int64_t skipped_ = 0, in_a_row_ = 0;
+  int64_t skipped_ = 0, in_a_row_ = 0, lost_ = 0;
 };
 
 }  // namespace tessera::precision

@@ -52,7 +52,7 @@ class Tiles final : public nn::Interceptor {
     std::vector<at::Tensor> outputs;
     int64_t begin = 0;
     for (const at::Tensor& part : x.split_with_sizes(columns, 1)) {
-      const nn::SampleScope scope(of_columns(nn::SampleScope::current(), x, begin, tiles[outputs.size()].positions));
+      const nn::SampleScope scope(of_columns(nn::SampleScope::current(), x, begin, tiles[outputs.size()]));
       begin += part.size(1);
       nn::Values given{part};
       if (parts_.ranks > 1) given.emplace_back(tiles[outputs.size()].positions);  // for TileOfParts
@@ -75,21 +75,27 @@ class Tiles final : public nn::Interceptor {
 
   /// What the layers inside see is of all ranks: their columns from `begin` on, one rank's behind the other's, which is no piece of the sequence. Masks of what
   /// is brought together, and of this rank's part of it, are those of where each column lies.
-  nn::SampleContext of_columns(nn::SampleContext here, const at::Tensor& x, int64_t begin, int64_t positions) const {
+  nn::SampleContext of_columns(nn::SampleContext here, const at::Tensor& x, int64_t begin, const TileSize& tile) const {
     const int64_t whole = parts_.ranks > 1 ? parts_.sequence() : x.size(1);
     if (here.seq_len == 0) here.seq_len = whole;
     if (parts_.ranks == 1) {
       here.first_column += begin;
+      here.columns = tile.columns;
       return here;
     }
     std::vector<at::Tensor> columns;
     for (int rank = 0; rank < parts_.ranks; ++rank) {
       const int64_t first = here.first_column + chunk(whole, parts_.ranks, rank).first + begin;
-      columns.push_back(kernels::consecutive(first, chunk(positions, parts_.ranks, rank).second, x.device()));
+      columns.push_back(kernels::consecutive(first, chunk(tile.positions, parts_.ranks, rank).second, x.device()));
     }
     const at::Tensor lie = at::cat(columns);
     here.positions = here.positions.defined() ? here.positions.index_select(0, lie) : lie;
+    if (here.padding.defined()) {
+      here.padding = here.padding.index_select(1, lie);
+      if (tile.positions < whole) here.padding_size = std::nullopt;
+    }
     here.first_column = 0;
+    here.columns = tile.positions;
     return here;
   }
 

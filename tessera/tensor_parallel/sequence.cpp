@@ -29,12 +29,13 @@ class SequencePart : public nn::Interceptor {
     const bool drops = dynamic_cast<nn::DropoutImpl*>(&module) != nullptr;
     if (drops && context_->sequence > 0) require_part_of_sequence(*context_, module.path(), x);
     nn::SampleContext here = nn::SampleScope::current();
-    const int64_t first = chunk(context_->sequence, context_->group.size(), context_->group.rank()).first;
+    const auto [first, columns] = chunk(context_->sequence, context_->group.size(), context_->group.rank());
     if (drops && sequence_dim(x) == 0) {
       here.first_sample += first;  // [S, D]: dropout takes rows for samples
     } else {
       if (here.seq_len == 0) here.seq_len = context_->sequence;
       here.first_column += first;
+      if (context_->sequence > 0) here.columns = columns;
     }
     const nn::SampleScope scope(here);
     // The mask of dropout is that of its positions, whichever operators draw it.

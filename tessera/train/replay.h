@@ -33,7 +33,8 @@ class Replay {
   /// Collective over the ranks that layers are cut over.
   Replay(const Config& config, const Mesh& mesh, std::shared_ptr<const data::Corpus> corpus, const comm::WorldOptions& options = {});
 
-  /// What a checkpoint at `cursor` keeps as progress.replay; with "not_finite" where one of the losses is not.
+  /// What a checkpoint at `cursor` keeps as progress.replay; with "not_finite" where one of the losses is not:
+  /// whether the weights make no number of any text that was tried, of these micro-batches and of those of two later steps.
   nlohmann::json record(ForwardEngine& engine, const data::Cursor& cursor) const;
 
   /// How a replay went.
@@ -47,8 +48,8 @@ class Replay {
   Result check(ForwardEngine& engine, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const;
 
  private:
-  /// Each data rank's loss of the micro-batch `index` that it asks for.
-  std::vector<double> losses_of(ForwardEngine& engine, const data::Cursor& cursor, int64_t micro_size, int64_t index) const;
+  /// Each data rank's loss of the micro-batch `index` that it asks for, of the step at the cursor or of one so many later.
+  std::vector<double> losses_of(ForwardEngine& engine, const data::Cursor& cursor, int64_t micro_size, int64_t index, int64_t later = 0) const;
   /// What must be equal for the bits to be: this rank's, and whether it is all ranks'. Collective.
   nlohmann::json arithmetic(at::Device device) const;
 

@@ -311,12 +311,11 @@ bool Stepper::has_updated(const data::StepBatch& batch, const StepOutcome& outco
   using Decision = precision::LossScale::Decision;
   auto& scale = run_.loss_scale;
   const double used = scale.value();
-  const Decision decision = scale.after_backward(std::isfinite(outcome.grad_norm));
-  lost_losses_ = decision != Decision::Update && outcome.not_finite ? lost_losses_ + 1 : 0;
+  const Decision decision = scale.after_backward(std::isfinite(outcome.grad_norm), outcome.not_finite.has_value());
   if (decision == Decision::Update) return true;
   run_.optimizer->take_back_count();
   // What is reported is the loss before it is scaled, so no lower scale makes it a number. One batch may overflow where the next does not; two are the weights.
-  const bool lost = scale.enabled() && lost_losses_ >= kLostLosses;
+  const bool lost = scale.enabled() && scale.lost_in_a_row() >= kLostLosses;
   if (decision == Decision::Stop || lost) {
     // The weights are still those that the step began with, so the passes may run again, this time under watch.
     const precision::NonFiniteWatch watch(*run_.model, run_.parameters);
@@ -324,7 +323,7 @@ bool Stepper::has_updated(const data::StepBatch& batch, const StepOutcome& outco
     const std::string where = precision::describe_non_finite(watch, run_.parts.empty() ? data_group_ : all_ranks_);
     std::string tried;
     if (lost) {
-      tried = detail::concat(", and neither is the loss, which no precision.loss_scale changes, for ", lost_losses_, " steps in a row");
+      tried = detail::concat(", and neither is the loss, which no precision.loss_scale changes, for ", scale.lost_in_a_row(), " steps in a row");
     } else if (scale.enabled()) {
       tried = detail::concat(" for ", scale.skipped_in_a_row(), " steps in a row (precision.max_skips), at a loss scale of ", format_float(used));
     }

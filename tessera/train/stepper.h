@@ -160,7 +160,6 @@ class Stepper {
   optim::LearningRate learning_rate_;
   std::optional<StepFlops> flops_;  ///< of this rank
   bool still_scaled_ = false;       ///< the step's gradients: unscales_with_the_update()
-  int64_t lost_losses_ = 0;         ///< skipped steps in a row, just before now, whose loss was not finite either
   ExpertLoads experts_;
   StepClock clock_;
   std::optional<StepGraph> graph_;  ///< run.graph

@@ -406,7 +406,7 @@ void Trainer::save(int64_t step) {
   state.progress["loss_scale"] = run.loss_scale.state();
   if (!config_.lora.modules.empty()) state.progress["lora_trained"] = trained_beside(config_, inputs_.resume);
   if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(stepper_.forward_only(), feed_.cursor());
-  lost_save_ = config_.checkpoint.verify && state.progress["replay"].contains("not_finite") ? step : 0;
+  lost_save_ = config_.checkpoint.verify && state.progress["replay"].value("not_finite", false) ? step : 0;
   if (lost_save_ > 0 && world_.rank() == 0) {
     log().warn(
         "step {}: the loss of the next step's text, by the weights that are being saved, is not finite: no step goes on from them, and "

@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <sys/wait.h>
 
+#include "tessera/core/hash.h"
 #include "tessera/data/corpus_format.h"
 #include "tests/data/files.h"
 #include "tests/file_limit.h"
@@ -183,6 +184,27 @@ TEST(Corpus, UsesTheCacheAndRebuildsADamagedOne) {
   std::filesystem::remove(path);
   std::ofstream(path.string() + ".partial") << "half a corpus";
   EXPECT_EQ(slurp(Corpus::open_or_build({text}, *byte, folder / "cache")->path()), good);
+}
+
+/// Whoever packed it may have looked at less than is looked at now.
+TEST(Corpus, OfWhatIsNoTextIsNotTakenFromTheCache) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  const auto text = folder.write("a.txt", words(100)), twice = folder.write("twice.gz", gzip(gzip(words(100))));
+  const auto made = Corpus::open_or_build({text}, *byte, folder / "cache")->path();
+  // As a build that did not look would have left it: under the name of these files, and with their content in its header.
+  const auto knows = [&](const std::filesystem::path& file) {
+    Hasher hasher;
+    const std::string bytes = slurp(file), rest = byte->fingerprint() + " v2";
+    const uint64_t size = bytes.size();
+    return hasher.update(&size, sizeof size).update(bytes.data(), bytes.size()).update(rest.data(), rest.size()).hex();
+  };
+  ASSERT_EQ(made.filename(), "a.txt-" + knows(text) + ".bin");
+  CorpusWriter writer(folder / "cache" / ("twice.gz-" + knows(twice) + ".bin"), *byte, knows(twice), "data.cache_dir", Documents::None, false);
+  writer.add(std::vector<int32_t>(100, 'x'));
+  writer.add_text_bytes(100);
+  writer.finish();
+  EXPECT_THAT(refusal([&] { Corpus::open_or_build({twice}, *byte, folder / "cache"); }), HasSubstr("twice.gz: holds gzip data once more"));
 }
 
 TEST(Corpus, IsBuiltOnceByManyThreadsAndProcesses) {

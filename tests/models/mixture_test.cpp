@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/sample_scope.h"
@@ -159,6 +160,16 @@ TEST(Mixture, PaddingTakesNoPlaceFromTokens) {
       if (factor == 1 && router != "expert_choice") EXPECT_GT(alone.at("statistics")[8].item<double>(), 0) << "something is dropped";
     }
   }
+}
+
+TEST(Mixture, ACapacityNeedsTheSizeOfThePadding) {
+  MixtureFeedForward mixture = mixture_of(mixture_config());
+  MoeConfig training;
+  training.capacity_factor = 1;
+  mixture->set_training(training);
+  const nn::SampleScope scope({.padding = at::zeros({1, 6}, at::kBool)});
+  EXPECT_THAT([&] { mixture(at::randn({1, 6, 24})); },
+              ::testing::ThrowsMessage<ConfigError>(::testing::AllOf(::testing::HasSubstr("padding_size"), ::testing::HasSubstr("moe.capacity_factor"))));
 }
 
 TEST(Mixture, ADryRunTakesEvenLoads) {

@@ -15,7 +15,9 @@
 namespace tessera::nn {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 
 at::Tensor numbers(at::IntArrayRef shape, double step = 0.7) {
   int64_t count = 1;
@@ -168,10 +170,40 @@ TEST(Router, CountsTheTokensOfAPartOfTheColumns) {
   Router router = router_of(RouterKind::Softmax);
   SampleContext context = padded_context();
   context.first_column = 3;  // tokens in columns 3, 6 and 7
+  context.columns = 5;
   const SampleScope scope(context);
   router(numbers({5, 6}));
   EXPECT_EQ(router->statistics().narrow(0, 0, 5).sum().item<double>(), 6);
   EXPECT_EQ(router->statistics()[5].item<double>(), 3);
+}
+
+TEST(Router, RefusesThePaddingOfOtherTokens) {
+  Router router = router_of(RouterKind::Softmax);
+  const at::Tensor x = numbers({4, 6});
+  const auto given = [&](const SampleContext& context) {
+    return [&, context] {
+      const SampleScope scope(context);
+      router(x);
+    };
+  };
+  // Two rows of the eight, in a scope that was opened around the whole batch.
+  EXPECT_THAT(given({.padding = at::zeros({8, 2}, at::kBool), .padding_size = 0}),
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("[8, 2]"), HasSubstr("16 tokens, and here are 4"), HasSubstr("open a SampleScope around each"))));
+  EXPECT_THAT(given({.columns = 1, .padding = at::zeros({2, 2}, at::kBool)}), ThrowsMessage<ConfigError>(HasSubstr("2 tokens, and here are 4")));
+  EXPECT_THAT(given({.padding = at::zeros({4}, at::kBool)}), ThrowsMessage<ConfigError>(HasSubstr("expected bool [rows, columns]")));
+}
+
+TEST(Router, CountsPaddingWhoseSizeNobodySaid) {
+  SampleContext unsaid = padded_context();
+  unsaid.padding_size = std::nullopt;
+  for (const RouterKind kind : {RouterKind::Softmax, RouterKind::Sigmoid}) {
+    const at::Tensor x = numbers({12, 6});
+    const auto said = routed(kind, x, padded_context(), rows_that(true)), counted = routed(kind, x, unsaid, rows_that(true));
+    for (size_t i = 0; i < said.size(); ++i) EXPECT_TRUE(at::equal(counted[i], said[i])) << static_cast<int>(kind) << ", " << i;
+  }
+  Router router = router_of(RouterKind::ExpertChoice);
+  const SampleScope scope(unsaid);
+  EXPECT_THAT([&] { router(numbers({12, 6})); }, ThrowsMessage<ConfigError>(AllOf(HasSubstr("SampleContext::padding_size"), HasSubstr("expert_choice"))));
 }
 
 TEST(Router, OfPaddingAloneHasNoTerms) {

@@ -95,6 +95,22 @@ TEST(LossScale, SkipsInARowGoOnCounting) {
   }
 }
 
+TEST(LossScale, LostLossesInARowGoOnCounting) {
+  auto first = make("dynamic");
+  first.after_backward(false, /*lost=*/true);
+  EXPECT_EQ(first.lost_in_a_row(), 1);
+  auto second = make("dynamic"), older = make("dynamic");
+  second.restore(nlohmann::json::parse(first.state().dump()), "ckpt");
+  second.after_backward(false, /*lost=*/true);
+  EXPECT_EQ(second.lost_in_a_row(), 2) << "the second, although another process lost the first";
+  second.after_backward(false);
+  EXPECT_EQ(second.lost_in_a_row(), 0);
+  auto state = first.state();
+  state.erase("lost_in_a_row");
+  older.restore(state, "ckpt");
+  EXPECT_EQ(older.lost_in_a_row(), 0);
+}
+
 TEST(LossScale, ANumberInTheConfigurationWins) {
   auto before = make("1000"), after = make("256");
   for (int i = 0; i < 3; ++i) before.after_backward(false);

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <fstream>
 #include <mutex>
 
 #include <gmock/gmock.h>
 
+#include "tessera/checkpoint/safetensors.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/roles.h"
@@ -341,6 +343,20 @@ TEST_F(Reading, WeightsAreWidenedFromTheirMasters) {
     });
   }
   for (const auto& held : checkpoint::model_targets(*load_model(as_stored).model)) EXPECT_TRUE(at::equal(held.tensor, of_state(held, "model.")));
+  // An element that was written behind the last update is what a run that goes on trains.
+  const auto& slice = manifest.tensors.at("model.norm.weight").slices.front();
+  const FoundModel unchecked = found({"precision.params=fp32", "checkpoint.verify=false"});
+  const uint64_t place = checkpoint::SafetensorsFile(folder / slice.file).entry(slice.key).offset;
+  std::fstream file(folder / slice.file, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(static_cast<std::streamoff>(place)).write("\x40\x41", 2);  // 12 in bf16
+  file.close();
+  const auto model = load_model(unchecked).model;
+  const auto targets = checkpoint::model_targets(*model);
+  const auto held = std::ranges::find(targets, "model.norm.weight", [](const auto& target) { return target.slice.name; });
+  ASSERT_NE(held, targets.end());
+  at::Tensor expected = of_state(*held, "optimizer.master.");
+  expected[0] = 12;
+  EXPECT_TRUE(at::equal(held->tensor, expected)) << held->tensor;
 }
 
 TEST_F(Reading, WhatReadingHasNoUseForIsRefused) {

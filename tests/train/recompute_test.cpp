@@ -172,6 +172,56 @@ TEST(RecomputeLoop, EndsBetweenUnitsInAPlainLoop) {
   }
 }
 
+/// What it makes is weighed by what a teacher says, which is looked at alone.
+struct TaughtImpl : nn::Module {
+  explicit TaughtImpl(BareEnds teacher) : teacher(std::move(teacher)) {
+    register_module("own", own);
+    nn::assign_paths(*this);
+    testing_support::fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor said = [&] {
+      const at::NoGradGuard no_grad;
+      return teacher(x);
+    }();
+    return own(x) * said;
+  }
+  BareEnd own;
+  BareEnds teacher;  // no part of it
+};
+TESSERA_MODULE(Taught);
+
+/// A model that a recomputed module evaluates is evaluated, in backward, too: none of its gradients are due.
+TEST(RecomputeLoop, ATeacherThatIsLookedAtHasNoBackwardPass) {
+  std::vector<at::Tensor> expected;
+  for (const int ranks : {1, 2}) {
+    comm::run_ranks(ranks, [&](comm::World& world) {
+      BareEnds teacher;
+      Taught model(teacher);
+      model->to(testing_support::test_device());
+      teacher->to(testing_support::test_device());
+      const auto again = recompute(model, {.modules = ""});
+      const auto of_teacher = fully_shard(teacher, world.group(), {.wrap = "layers.*.*"});
+      const auto sharded = fully_shard(model, world.group());
+      torch::optim::SGD sgd(model->parameters(), 0.5);
+      const auto [begin, rows] = chunk(6, world.size(), world.rank());
+      for (int step = 0; step < 3; ++step) {
+        sgd.zero_grad();
+        const at::Tensor x = testing_support::random_tensor({6, 5}, std::to_string(step)).to(testing_support::test_device());
+        model(x.narrow(0, begin, rows)).sum().backward();
+        for (const at::Tensor& weight : teacher->parameters()) EXPECT_FALSE(weight.grad().defined());
+        sgd.step();
+      }
+      unshard(model);
+      if (world.rank() > 0) return;
+      std::vector<at::Tensor> weights;
+      for (const at::Tensor& weight : model->parameters()) weights.push_back(weight.detach().cpu());
+      if (ranks == 1) expected = weights;
+      EXPECT_LT(testing_support::largest_difference(weights, expected), 1e-5) << ranks << " ranks";
+    });
+  }
+}
+
 TEST_F(RecomputeRun, CountsWhatItRunsAgainOnAllRanks) {
   const auto flops = [&](const Sets& more, int world) { return train(config("mlp", few(more)), world).steps.back().flops; };
   const StepFlops plain = flops({}, 1), full = flops({kFull}, 1), other = flops({kFull, "recompute.every=2"}, 1);
