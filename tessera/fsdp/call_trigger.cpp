@@ -114,8 +114,8 @@ void CallTrigger::enter(size_t owner) {
     require(!step_.aborted() || !step_.driven(), "fully_shard: a backward pass of this step ended by an exception; call begin_step before the next forward");
     step_.recover();
   }
-  // What a recomputed module ends with may owe nothing to any unit (dropout behind a cut layer): it is computed again before a hook of ours has run. What such a
-  // module only looks at, without gradients, is no part of that pass.
+  // What a recomputed module ends with may owe nothing to any unit (dropout behind a cut layer): it is computed again before a hook of ours has run. What such
+  // a module only looks at, without gradients, is no part of that pass.
   if (*depth_ == 0 && at::GradMode::is_enabled() && nn::recomputing() && nn::backward_pass() >= 0) {
     step_.begin_backward();
     begin_backward();

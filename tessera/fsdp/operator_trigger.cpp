@@ -9,6 +9,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/nn/backward_pass.h"
+#include "tessera/nn/saved_tensors.h"
 
 // Of a plain module only its operators can be seen, and of an operator only its arguments. Storages say which unit: all views of a whole share one. Whether a
 // slice or the whole is meant has to come out alike on all ranks, for a rank that gathers alone waits for ever; and a rank that happens to have all rows of a
