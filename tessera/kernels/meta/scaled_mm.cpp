@@ -1,7 +1,13 @@
+#include <memory>
 #include <optional>
+#include <string_view>
+#include <thread>
 
-#include <ATen/cpu/Utils.h>
+#include <ATen/ops/_scaled_mm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 
 #include "tessera/kernels/meta/registration.h"
 #include "tessera/kernels/products.h"
@@ -10,12 +16,32 @@ namespace tessera::kernels::meta {
 
 namespace {
 
-/// Whether libtorch makes the product in fp32, as it does on processors that have no tiles for it. An accelerator has products of its own.
+thread_local bool* in_fp32 = nullptr;  // of the thread that asks: a callback takes nothing along
+
+/// Whether libtorch makes a product of these types in fp32, asked by making one. On a thread of its own, where nobody counts its memory or sees its operators.
+bool makes_in_fp32(at::ScalarType left, at::ScalarType right) {
+  bool seen = false;
+  std::thread([&] {
+    constexpr int64_t size = 16;
+    const auto operand = [](at::ScalarType dtype) { return at::zeros({size, size}, at::device(at::kCPU).dtype(at::kFloat)).to(dtype); };
+    const at::Tensor a = operand(left), b = operand(right), scales = at::ones({size, 1}, at::device(at::kCPU).dtype(at::kFloat));
+    in_fp32 = &seen;
+    const auto callback = at::addThreadLocalCallback(at::RecordFunctionCallback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+                                                       if (std::string_view(call.name()) == "aten::mm") *in_fp32 = true;
+                                                       return nullptr;
+                                                     }).scopes({at::RecordScope::FUNCTION}));
+    at::_scaled_mm(a, b.t(), scales, scales.t(), /*bias=*/{}, /*scale_result=*/{}, at::kFloat, /*use_fast_accum=*/false);
+    at::removeCallback(callback);
+  }).join();
+  return seen;
+}
+
+/// Whether libtorch makes the product in fp32, as it does on processors for which oneDNN has none: which those are changes from build to build, and having
+/// tiles is not enough. An accelerator has products of its own.
 bool is_emulated(const at::Tensor& left, const at::Tensor& right) {
   if (!is_widened(at::kHalf, c10::Device(at::kMeta))) return false;
-  static const auto capabilities = at::cpu::get_cpu_capabilities();
-  const auto found = capabilities.find(left.scalar_type() == right.scalar_type() ? "amx_int8" : "amx_fp16");
-  return found == capabilities.end() || !found->second.toBool();
+  static const bool alike = makes_in_fp32(at::kFloat8_e4m3fn, at::kFloat8_e4m3fn), mixed = makes_in_fp32(at::kFloat8_e5m2, at::kFloat8_e4m3fn);
+  return left.scalar_type() == right.scalar_type() ? alike : mixed;
 }
 
 /// Both operands in fp32, each with its scale and for a moment without, and the product.
