@@ -145,9 +145,10 @@ struct Latest {
   std::vector<std::string> skipped;             ///< newer ones that are not valid, each with its reason: to be said aloud
 };
 
-/// Looks through `dir`, newest step below `before` first, and stops at the first valid one whose recorded loss, where it has one, is finite. A missing `dir`
-/// holds none. Not collective: one rank decides for all.
-Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness = Thoroughness::Hashes, int64_t before = std::numeric_limits<int64_t>::max());
+/// Looks through `dir`, newest step below `before` first, and stops at the first valid one whose recorded loss, where it has one and `verify` asks, is finite.
+/// A missing `dir` holds none. Not collective: one rank decides for all.
+Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness = Thoroughness::Hashes, int64_t before = std::numeric_limits<int64_t>::max(),
+                   bool verify = true);
 
 /// Whose checkpoints prune() counts.
 struct PruneOptions {

@@ -1,7 +1,9 @@
 #include "tessera/checkpoint/folders.h"
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
+#include <cmath>
 #include <regex>
 #include <string_view>
 #include <utility>
@@ -94,8 +96,14 @@ bool makes_numbers(const Manifest& manifest) {
   const auto& progress = manifest.progress;  // a program of somebody's own puts there what it likes
   const auto replay = progress.is_object() ? progress.find("replay") : progress.end();
   if (replay == progress.end() || !replay->is_object()) return true;
-  const auto mark = replay->find("not_finite");
-  return mark == replay->end() || *mark != true;
+  if (const auto mark = replay->find("not_finite"); mark != replay->end()) return *mark != true;
+  // Of a build that did not mark it.
+  const auto losses = replay->find("losses");
+  if (losses == replay->end() || !losses->is_array() || losses->empty()) return true;
+  return std::ranges::any_of(*losses, [](const nlohmann::json& loss) {
+    const auto bits = loss.is_object() ? loss.find("bits") : loss.end();
+    return bits == loss.end() || !bits->is_number_integer() || std::isfinite(std::bit_cast<double>(bits->get<uint64_t>()));
+  });
 }
 
 std::string folder_name(int64_t step) { return fmt::format("{}{:08}", kPrefix, step); }
@@ -191,10 +199,10 @@ namespace {
 
 /// A folder that somebody copied or renamed says another step than what it holds: going on from there would lose what lies between. And weights that make no
 /// number are whole, and no use.
-std::optional<std::string> problem_with_named(const std::filesystem::path& folder, int64_t step, Thoroughness thoroughness) {
+std::optional<std::string> problem_with_named(const std::filesystem::path& folder, int64_t step, Thoroughness thoroughness, bool verify) {
   if (auto problem = problem_with(folder, thoroughness)) return problem;
   const Manifest manifest = read_manifest(folder);
-  if (!makes_numbers(manifest)) return fmt::format("{}: {}", folder.string(), kMakesNoNumbers);
+  if (verify && !makes_numbers(manifest)) return fmt::format("{}: {}", folder.string(), kMakesNoNumbers);
   const int64_t held = manifest.step;
   if (held == step) return std::nullopt;
   return fmt::format("{}: holds step {}, whatever its name says; rename it to {}, or move it elsewhere", folder.string(), held, folder_name(held));
@@ -202,12 +210,12 @@ std::optional<std::string> problem_with_named(const std::filesystem::path& folde
 
 }  // namespace
 
-Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness, int64_t before) {
+Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness, int64_t before, bool verify) {
   Latest latest;
   const auto folders = checkpoint_folders(dir);
   for (auto newest = folders.rbegin(); newest != folders.rend(); ++newest) {
     if (newest->first >= before) continue;
-    const auto problem = problem_with_named(newest->second, newest->first, thoroughness);
+    const auto problem = problem_with_named(newest->second, newest->first, thoroughness, verify);
     if (!problem) {
       latest.folder = newest->second;
       break;

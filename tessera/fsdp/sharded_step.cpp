@@ -70,6 +70,7 @@ ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const Fu
       dispatchers_(parameters_.size()),
       used_(parameters_),
       several_in_(parameters_.size()),
+      were_widened_(std::make_shared<std::vector<bool>>(parameters_.size(), false)),
       retired_(units.size()),
       final_(units.size()),
       awaited_(units.size()),
@@ -103,7 +104,13 @@ void ShardedStep::listen(GradientSynchronizer* owner) {
     const bool sums_wider = is_wider(dtypes.summed, dtypes.gathered);
     hooks_.add(dispatcher.claim(owner, sums_wider ? std::optional(nn::TakenUp{}) : std::nullopt));
     const at::ScalarType widest = is_wider(dtypes.kept, dtypes.summed) ? dtypes.kept : dtypes.summed;
-    if (is_wider(widest, dtypes.gathered)) several_in_[i] = widest;
+    if (is_wider(widest, dtypes.gathered)) {
+      several_in_[i] = widest;
+      // What libtorch takes by itself follows a tensor's type; what was once set stays, also where the tensor is a whole of another type again.
+      hooks_.add(Attachment([tensor, own = tensor.grad_dtype(), widened = were_widened_, i] {
+        if ((*widened)[i]) tensor.set_grad_dtype(own);
+      }));
+    }
     // What zero_grad left in grad() has the slice's shape: it has to be gone before autograd adds a whole gradient to it.
     hooks_.add(dispatcher.listen_arriving([this](const at::Tensor&) {
       if (nn::backward_pass() >= 0) begin_backward();
@@ -141,6 +148,7 @@ void ShardedStep::widen_sums() {
     if (!several[k]) continue;
     const size_t i = narrow[k];
     widened_.emplace_back(i, leaves[k].grad_dtype());
+    (*were_widened_)[i] = true;
     leaves[k].set_grad_dtype(several_in_[i]);
     dispatchers_[i]->withdraw_place();  // which is narrower
   }

@@ -166,6 +166,7 @@ class ShardedStep {
   UsedParameters used_;
   /// Per parameter: in what autograd adds up what several uses in one pass bring, where the whole parameter is narrower.
   std::vector<std::optional<at::ScalarType>> several_in_;
+  std::shared_ptr<std::vector<bool>> were_widened_;                        ///< in any pass
   std::vector<std::pair<size_t, std::optional<at::ScalarType>>> widened_;  ///< for the pass at hand, and their grad_dtype() of before
 
   bool running_ = false, in_backward_ = false, open_ = false;

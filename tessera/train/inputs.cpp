@@ -84,7 +84,7 @@ void find_newest(const Config& config, checkpoint::Thoroughness thoroughness, In
   inputs.resume.reset();
   std::vector<std::filesystem::path> others;  // newest first
   while (!inputs.resume) {
-    const auto found = checkpoint::find_latest(dir, thoroughness, before);
+    const auto found = checkpoint::find_latest(dir, thoroughness, before, config.checkpoint.verify);
     for (const auto& reason : found.skipped) inputs.remarks.push_back("passing over " + reason);
     if (!found.folder) break;
     ResumePoint point{.folder = *found.folder, .manifest = checkpoint::read_manifest(*found.folder), .newest = true};

@@ -1,5 +1,6 @@
 #include "tessera/checkpoint/checkpoint.h"
 
+#include <bit>
 #include <limits>
 #include <set>
 
@@ -366,10 +367,22 @@ TEST(FindLatest, PassesOverWhatMakesNoNumber) {
     EXPECT_THAT(latest.skipped, testing::ElementsAre(AllOf(HasSubstr("step-00000004: the loss that it recorded"), HasSubstr("is not finite"))));
   }
   EXPECT_EQ(problem_with(folder / "step-00000004", Thoroughness::Hashes), std::nullopt) << "it is whole";
+  constexpr auto any_step = std::numeric_limits<int64_t>::max();
+  EXPECT_EQ(find_latest(folder.path(), Thoroughness::Sizes, any_step, /*verify=*/false).folder->filename(), "step-00000004") << "asked for";
   auto state = state_of(Layout::Rows, 1, 0, 5);
   state.progress["replay"] = {"of", "somebody's own"};
   save(folder.path(), state, comm::Group::self());
   EXPECT_EQ(find_latest(folder.path()).folder->filename(), "step-00000005");
+  // Of builds that did not mark it.
+  const auto loss = [](double value) { return nlohmann::json{{"index", 0}, {"bits", std::bit_cast<uint64_t>(value)}}; };
+  const double none = std::numeric_limits<double>::quiet_NaN();
+  auto older = state_of(Layout::Rows, 1, 0, 6);
+  older.progress["replay"] = {{"losses", {loss(none), loss(1.5)}}};
+  save(folder.path(), older, comm::Group::self());
+  older = state_of(Layout::Rows, 1, 0, 7);
+  older.progress["replay"] = {{"losses", {loss(none), loss(none)}}};
+  save(folder.path(), older, comm::Group::self());
+  EXPECT_EQ(find_latest(folder.path()).folder->filename(), "step-00000006");
 }
 
 TEST(FindLatest, TakesTheNewestValidOneAndSaysWhatItSkipped) {

@@ -380,6 +380,25 @@ TEST(FullyShard, SeveralUsesOfALayerAreAddedUpAsTheyAreKept) {
   }
 }
 
+/// What was widened for a pass leaves nothing on the weights, which behind unshard() are of a type of their own again.
+TEST(FullyShard, SeveralUsesLeaveNothingBehindUnshard) {
+  run_ranks(2, [&](World& world) {
+    Turns net(3);
+    net->compute_in(at::kBFloat16);
+    {
+      const auto sharded =
+          fully_shard(net, world.group(),
+                      {.wrap = "*", .param_dtype = at::kBFloat16, .reduce_dtype = at::kBFloat16, .cast = [](const nn::NamedParameter&) { return true; }});
+      backward_of(net, part_of(whole_batch(samples), 2, world.rank()));
+      unshard(net);
+    }
+    for (const at::Tensor& parameter : net->parameters()) {
+      EXPECT_EQ(parameter.scalar_type(), at::kFloat);
+      EXPECT_EQ(parameter.grad_dtype(), at::kFloat);
+    }
+  });
+}
+
 /// 16-bit weights that are computed with in fp32: no rank rounds a gradient before it is summed.
 TEST(FullyShard, GradientsOf16BitWeightsCrossAsTheyWereComputed) {
   for (const int ranks : {1, 2}) {
