@@ -72,7 +72,7 @@ json checkpoint_json(const std::filesystem::path& folder) {
   }
   json found{{"kind", "checkpoint"},    {"step", manifest.step}, {"valid", !problem}, {"problem", problem.value_or("")},
              {"files", manifest.files}, {"tensors", tensors}};
-  if (!checkpoint::makes_numbers(manifest)) found["replay"] = "not finite";
+  if (!checkpoint::makes_numbers(manifest.progress)) found["replay"] = "not finite";
   found.update(parameter_counts(folder, manifest));
   return found;
 }

@@ -92,10 +92,9 @@ std::filesystem::path out_of_sight(const std::filesystem::path& from, const std:
 
 }  // namespace
 
-bool makes_numbers(const Manifest& manifest) {
-  const auto& progress = manifest.progress;  // a program of somebody's own puts there what it likes
+bool makes_numbers(const nlohmann::json& progress) {
   const auto replay = progress.is_object() ? progress.find("replay") : progress.end();
-  if (replay == progress.end() || !replay->is_object()) return true;
+  if (replay == progress.end() || !replay->is_object()) return true;  // a program of somebody's own puts there what it likes
   if (const auto mark = replay->find("not_finite"); mark != replay->end()) return *mark != true;
   // Of a build that did not mark it.
   const auto losses = replay->find("losses");
@@ -129,7 +128,7 @@ std::vector<WrittenCheckpoint> written_checkpoints(const std::filesystem::path& 
     try {
       const Manifest manifest = read_manifest(folder);
       if (manifest.step == step) written.back().writer = manifest.run;  // nobody wrote it under this name
-      written.back().makes_numbers = makes_numbers(manifest);
+      written.back().makes_numbers = makes_numbers(manifest.progress);
     } catch (const ConfigError&) {  // whoever loads it says what is wrong
     }
   }
@@ -202,7 +201,7 @@ namespace {
 std::optional<std::string> problem_with_named(const std::filesystem::path& folder, int64_t step, Thoroughness thoroughness, bool verify) {
   if (auto problem = problem_with(folder, thoroughness)) return problem;
   const Manifest manifest = read_manifest(folder);
-  if (verify && !makes_numbers(manifest)) return fmt::format("{}: {}", folder.string(), kMakesNoNumbers);
+  if (verify && !makes_numbers(manifest.progress)) return fmt::format("{}: {}", folder.string(), kMakesNoNumbers);
   const int64_t held = manifest.step;
   if (held == step) return std::nullopt;
   return fmt::format("{}: holds step {}, whatever its name says; rename it to {}, or move it elsewhere", folder.string(), held, folder_name(held));

@@ -23,7 +23,7 @@ std::string temporary_name(int64_t step);
 std::map<int64_t, std::filesystem::path> checkpoint_folders(const std::filesystem::path& dir);
 
 /// Whether nothing says that the weights make no number: a save marks as progress.replay.not_finite that the loss which a load must find again was none.
-bool makes_numbers(const Manifest& manifest);
+bool makes_numbers(const nlohmann::json& progress);
 inline constexpr std::string_view kMakesNoNumbers = "the loss that it recorded when it was saved is not finite, so that no step goes on from its weights";
 
 /// A checkpoint and who wrote it; nobody is known where its manifest cannot be read, or is of another step than the folder's name.

@@ -52,7 +52,7 @@ ResumePoint named_point(const CheckpointConfig& config, const std::string& folde
   }
   if (const auto problem = checkpoint::problem_with(folder, thoroughness)) refuse_named(folder, *problem);
   ResumePoint point{.folder = folder, .manifest = checkpoint::read_manifest(folder)};
-  require(!config.verify || checkpoint::makes_numbers(point.manifest), "checkpoint.resume = ", folder, ": ", checkpoint::kMakesNoNumbers,
+  require(!config.verify || checkpoint::makes_numbers(point.manifest.progress), "checkpoint.resume = ", folder, ": ", checkpoint::kMakesNoNumbers,
           "; name an older checkpoint, or \"latest\" for the newest whose loss is finite, or set checkpoint.verify = false to go on from it all the same");
   return point;
 }

@@ -11,6 +11,7 @@
 #include <ATen/ops/full.h>
 #include <torch/version.h>
 
+#include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/backends/host_identity.h"
@@ -164,10 +165,9 @@ Replay::Result Replay::check(ForwardEngine& engine, const data::Cursor& cursor, 
   if (found == progress.end() || found->is_null()) return {};
   const Recorded recorded = read_record(*found, cursor.global_size, source);
   const auto entry_of = [&](int rank) { return static_cast<size_t>(rank) % recorded.losses.size(); };
-  // NaN equals itself, bit for bit. A build that said nothing of it has looked no further.
-  const bool lost = found->value(kNotFinite, std::ranges::none_of(recorded.losses, is_finite));
-  require(!lost, source, ": micro-batch ", recorded.indices.front(), " of step ", cursor.step + 1, " had a loss of ", format_float(recorded.losses.front()),
-          " when it was saved, so that no step goes on from its weights: resume from an older checkpoint, ",
+  // NaN equals itself, bit for bit.
+  require(checkpoint::makes_numbers(progress), source, ": micro-batch ", recorded.indices.front(), " of step ", cursor.step + 1, " had a loss of ",
+          format_float(recorded.losses.front()), " when it was saved, so that no step goes on from its weights: resume from an older checkpoint, ",
           "or set checkpoint.verify = false to go on all the same");
   // What experts choose depends on which rows are padding, which builds that say nothing of it took for tokens.
   if (config_.model.router == "expert_choice" && recorded.arithmetic.value(kPadding, "") != padding_of(config_)) return {};
