@@ -17,6 +17,7 @@
 
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
+#include "tessera/kernels/attention_blocks.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/half.h"
 #include "tessera/kernels/products.h"
@@ -37,10 +38,6 @@ void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
 }
 
 at::Tensor wide(const at::Tensor& tensor) { return tensor.to(at::kFloat); }
-
-/// Kernels that are called by name take each token's features for consecutive; the public operator would not choose them for others.
-bool has_rows(const at::Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 || x.numel() == 0; }
-at::Tensor with_rows(const at::Tensor& x) { return has_rows(x) ? x : x.contiguous(); }
 
 /// No query gives nothing, a query without keys zeros. The fused forward divides by how many of its tiles there are.
 bool is_empty(const at::Tensor& q, const at::Tensor& k) { return q.size(1) == 0 || q.size(2) == 0 || k.size(2) == 0; }

@@ -4,13 +4,11 @@
 #include <array>
 #include <numeric>
 
-#include <ATen/Parallel.h>
 #include <ATen/cpu/Utils.h>
-#include <ATen/native/CPUBlas.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "tessera/core/parallel.h"
+#include "tessera/kernels/block_product.h"
 #include "tessera/kernels/cpu/loops.h"
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/products.h"
@@ -23,11 +21,7 @@ namespace tessera::kernels {
 
 namespace {
 
-constexpr int64_t kBlock = cpu::kPanelColumns;
-constexpr int64_t kPiece = 1024;  ///< of the inner dimension
 constexpr int64_t kNarrowest = 16;
-
-int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 struct Group {
   int64_t index, first, rows;
@@ -42,23 +36,6 @@ std::vector<Group> groups_with_rows(at::IntArrayRef sizes) {
   return groups;
 }
 
-cpu::Type type_of(const at::Tensor& tensor) { return tensor.scalar_type() == at::kFloat ? cpu::Type::Float : cpu::Type::BFloat16; }
-
-/// Bytes of one thread each, as multiples of a cache line; the calling thread's by data().
-class Scratch {
- public:
-  Scratch(int64_t bytes, const at::Tensor& like)
-      : each_(up_to(bytes, 64)), memory_(at::empty({at::get_num_threads(), each_}, like.options().dtype(at::kByte))) {}
-  char* data() const { return static_cast<char*>(memory_.data_ptr()) + at::get_thread_num() % memory_.size(0) * each_; }
-
- private:
-  int64_t each_;
-  at::Tensor memory_;
-};
-
-/// Tasks that a thread is worth, where each multiplies so many pairs of numbers.
-int64_t grain(int64_t products) { return std::max<int64_t>(1, (int64_t{1} << 20) / std::max<int64_t>(1, products)); }
-
 /// Asks for the memory of a block's result, which then comes while the block is multiplied.
 template <class T>
 void expect_rows(T* to, int64_t stride, int64_t rows, int64_t columns) {
@@ -66,22 +43,6 @@ void expect_rows(T* to, int64_t stride, int64_t rows, int64_t columns) {
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t column = 0; column < columns; column += kLine) __builtin_prefetch(to + row * stride + column, /*rw=*/1);
   }
-}
-
-/// sums [rows, width] <- left [rows, inner] (`stride` elements from row to row) times a panel of `inner` by `width` words.
-template <class T>
-void multiply_block(const T* left, int64_t stride, const T* panel, float* sums, int64_t rows, int64_t inner, int64_t width) {
-  for (int64_t begin = 0; begin < inner; begin += kPiece) {
-    at::native::cpublas::brgemm(rows, width, std::min(kPiece, inner - begin), stride, width, width, /*add_C=*/begin > 0, left + begin, panel + begin * width,
-                                sums,
-                                /*is_vnni=*/sizeof(T) == 2);
-  }
-}
-
-/// An inner dimension without half a word.
-template <class T>
-int64_t whole_words(int64_t inner) {
-  return up_to(inner, static_cast<int64_t>(sizeof(float) / sizeof(T)));
 }
 
 /// How many columns a task packs together: more read memory in longer runs, fewer leave each thread its share, and a cache room.
@@ -117,12 +78,12 @@ void multiply_groups_in(const at::Tensor& out, const at::Tensor& rows, const at:
         const int64_t width = cpu::panel_width(end - column);
         T* to = static_cast<T*>(out.data_ptr()) + row * columns + column;
         expect_rows(to, columns, high, std::min(kBlock, end - column));
-        multiply_block(left, inner, panels + (column - first) * inner, sums, high, inner, width);
+        multiply_block<T>(left, inner, panels + (column - first) * inner, {sums, width}, high, inner, width);
         cpu::loops().round_rows({sums, width, {to, type}, columns, high, std::min(kBlock, end - column)});
       }
     }
   };
-  parallel_for(0, count * ((columns + together - 1) / together), grain(rows.size(0) * length * together / std::max<int64_t>(1, count)),
+  parallel_for(0, count * ((columns + together - 1) / together), task_grain(rows.size(0) * length * together / std::max<int64_t>(1, count)),
                [&](int64_t begin, int64_t end) {
                  for (int64_t i = begin; i < end; ++i) task(groups[static_cast<size_t>(i % count)], i / count * together);
                  at::native::cpublas::brgemm_release(sizeof(T) == 2);
@@ -141,7 +102,7 @@ void multiply_within_in(const at::Tensor& out, const at::Tensor& left, const at:
     return static_cast<T*>(panels.data_ptr()) + (group.first + group.index) * panels.size(1) + column * whole_words<T>(group.rows);
   };
   const int64_t together = columns_together(wide, 1, count);
-  parallel_for(0, count * ((wide + together - 1) / together), grain(left.size(0) * together), [&](int64_t begin, int64_t end) {
+  parallel_for(0, count * ((wide + together - 1) / together), task_grain(left.size(0) * together), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Group& group = groups[static_cast<size_t>(i % count)];
       const int64_t column = i / count * together;
@@ -160,20 +121,15 @@ void multiply_within_in(const at::Tensor& out, const at::Tensor& left, const at:
       const int64_t width = cpu::panel_width(wide - column);
       T* to = static_cast<T*>(out.data_ptr()) + (group.index * high + row) * wide + column;
       expect_rows(to, wide, here, std::min(kBlock, wide - column));
-      multiply_block(rows, inner, panel_of(group, column), sums, here, inner, width);
+      multiply_block<T>(rows, inner, panel_of(group, column), {sums, width}, here, inner, width);
       cpu::loops().round_rows({sums, width, {to, type}, wide, here, std::min(kBlock, wide - column)});
     }
   };
-  parallel_for(0, count * ((high + kBlock - 1) / kBlock), grain(left.size(0) * wide * kBlock / std::max<int64_t>(1, count)), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) task(groups[static_cast<size_t>(i % count)], i / count * kBlock);
-    at::native::cpublas::brgemm_release(sizeof(T) == 2);
-  });
-}
-
-/// f(float) or f(at::BFloat16): a value of the type.
-template <class F>
-void with_type_of(const at::Tensor& tensor, F&& f) {
-  tensor.scalar_type() == at::kFloat ? f(float()) : f(at::BFloat16());
+  parallel_for(0, count * ((high + kBlock - 1) / kBlock), task_grain(left.size(0) * wide * kBlock / std::max<int64_t>(1, count)),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t i = begin; i < end; ++i) task(groups[static_cast<size_t>(i % count)], i / count * kBlock);
+                 at::native::cpublas::brgemm_release(sizeof(T) == 2);
+               });
 }
 
 using Product = at::Tensor(const at::Tensor&, const at::Tensor&, bool, at::IntArrayRef);

@@ -234,6 +234,26 @@ struct RoundRows {
   int64_t to_stride, rows, columns;
 };
 
+/// A block of attention in its backward pass, a key a row: p = exp(score * scale - log_sum_exp), its gradient p * (d_p - delta) * scale. Rows of `width` numbers,
+/// a multiple of 16; queries that do not exist have an infinite log-sum-exp.
+struct AttentionGradient {
+  Type type;
+  const float *scores, *d_probabilities;  ///< [keys, width]
+  const float *log_sum_exp, *delta;       ///< [width]
+  float scale;
+  int64_t keys, width;
+  int64_t first;        ///< the first query that sees key 0; each key is seen by one less than the one before. Without a mask: -keys
+  void* probabilities;  ///< [keys, width] of `type`
+  void* gradient;       ///< the same, where it is narrower than a word
+  void* words;          ///< the gradient as what is multiplied from the right
+};
+
+struct DotRows {
+  Input left, right;
+  int64_t left_stride, right_stride, rows, dim;
+  float* out;  ///< [rows]
+};
+
 struct Loops {
   const char* name;
   void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);                                 ///< rows
@@ -264,6 +284,8 @@ struct Loops {
   void (*panel_of_columns)(const Panel&);  ///< from [outer, inner] to the same
   void (*rows_of_columns)(const Panel&);   ///< from [inner, outer] to words [outer, inner]
   void (*round_rows)(const RoundRows&);
+  void (*attention_gradient)(const AttentionGradient&);
+  void (*dot_rows)(const DotRows&);
   double (*sum_of_squares)(const float* x, int64_t n);  ///< in fp64; the same bits from every instruction set, in an order that n alone decides
 };
 

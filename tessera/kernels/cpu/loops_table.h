@@ -1,5 +1,6 @@
 #pragma once
 
+#include "tessera/kernels/cpu/loops_attention.h"
 #include "tessera/kernels/cpu/loops_cross_entropy.h"
 #include "tessera/kernels/cpu/loops_dropout.h"
 #include "tessera/kernels/cpu/loops_norm.h"
@@ -165,6 +166,10 @@ constexpr Loops make_loops(const char* name) {
   loops.panel_of_columns = [](const Panel& args) { with_type(args.from.type, [&](auto t) { panel_of_columns<typename decltype(t)::type>(args); }); };
   loops.rows_of_columns = [](const Panel& args) { with_type(args.from.type, [&](auto t) { rows_of_columns<typename decltype(t)::type>(args); }); };
   loops.round_rows = [](const RoundRows& args) { with_type(args.to.type, [&](auto t) { round_rows<typename decltype(t)::type>(args); }); };
+  loops.attention_gradient = [](const AttentionGradient& args) {
+    with_type(args.type, [&](auto t) { attention_gradient_block<typename decltype(t)::type>(args); });
+  };
+  loops.dot_rows = [](const DotRows& args) { with_type(args.left.type, [&](auto t) { dot_rows<typename decltype(t)::type>(args); }); };
   loops.sum_of_squares = [](const float* x, int64_t n) { return sum_of_squares(x, n); };
   return loops;
 }

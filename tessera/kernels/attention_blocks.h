@@ -1,0 +1,29 @@
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+/// The gradients of attention on a CPU, block by block, in place of libtorch's kernel: aten::_scaled_dot_product_flash_attention_for_cpu_backward gets this
+/// one, and hands on what it does not take. libtorch's makes a product's program anew for each tile of bf16 numbers, and multiplies both halves of a causal
+/// square.
+namespace tessera::kernels {
+
+/// Attention's kernels take each token's features for consecutive; libtorch's public operator would not choose them for others.
+inline bool has_rows(const at::Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 || x.numel() == 0; }
+inline at::Tensor with_rows(const at::Tensor& x) { return has_rows(x) ? x : x.contiguous(); }
+
+/// Whether these gradients are made in blocks: fp32, and bf16 of an even number of features, where multiplies_blocks(); no mask but the causal one, no dropout.
+bool attends_in_blocks(const at::Tensor& q, const at::Tensor& k, double dropout, const std::optional<at::Tensor>& mask);
+
+/// Gradients of q [B, H, S, D], k and v [B, Hk, L, D] from dy and y [B, H, S, D] and the log-sum-exp [B, H, S] of each query, laid out as [B, tokens, heads,
+/// D]. 5 products of each 64 x 64 block, of a causal square those on and below the diagonal alone; sums of bf16 are fp32 until a gradient is done. Bits depend
+/// on the head and its queries and keys: not on threads, nor on the rest of the batch. Heads of one group (H / Hk) are summed in their order. Scratch of each
+/// thread: 4 packed copies of a head's q and dy, its dq in fp32, and about 100 KB; where heads share keys dk and dv in fp32, too. Threads have a head of k
+/// each, so that many threads want many of those.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward_in_blocks(const at::Tensor& dy, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                                            const at::Tensor& y, const at::Tensor& log_sum_exp, bool causal,
+                                                                            std::optional<double> scale);
+
+}  // namespace tessera::kernels
