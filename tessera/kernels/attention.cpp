@@ -1,6 +1,7 @@
 #include "tessera/kernels/attention.h"
 
 #include <limits>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention.h>
@@ -60,8 +61,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cpu_backward(const at::Tensor& gr
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> widened_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                                const AttentionOutput& forward, bool causal, std::optional<double> scale) {
-  const auto [dq, dk, dv] = cpu_backward(wide(grad_output), wide(q), wide(k), wide(v), {wide(forward.output), forward.log_sum_exp}, causal, scale);
+                                                                const AttentionOutput& forward, bool causal, std::optional<double> scale,
+                                                                bool to_be_summed = false) {
+  auto [dq, dk, dv] = cpu_backward(wide(grad_output), wide(q), wide(k), wide(v), {wide(forward.output), forward.log_sum_exp}, causal, scale);
+  if (to_be_summed) return {std::move(dq), std::move(dk), std::move(dv)};
   return {dq.to(q.scalar_type()), dk.to(k.scalar_type()), dv.to(v.scalar_type())};
 }
 
@@ -145,13 +148,15 @@ AttentionOutput flash_attention_forward(const at::Tensor& q, const at::Tensor& k
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k,
                                                                         const at::Tensor& v, const AttentionOutput& forward, bool causal,
-                                                                        std::optional<double> scale) {
+                                                                        std::optional<double> scale, bool to_be_summed) {
   if (!has_rows(grad_output) || !has_rows(q) || !has_rows(k) || !has_rows(v)) {
-    return flash_attention_backward(with_rows(grad_output), with_rows(q), with_rows(k), with_rows(v), forward, causal, scale);
+    return flash_attention_backward(with_rows(grad_output), with_rows(q), with_rows(k), with_rows(v), forward, causal, scale, to_be_summed);
   }
   const at::NoGradGuard no_grad;
   if (q.is_cuda()) return cuda_backward(grad_output, q, k, v, forward, causal, scale);
-  return is_widened(q) ? widened_backward(grad_output, q, k, v, forward, causal, scale) : cpu_backward(grad_output, q, k, v, forward, causal, scale);
+  if (is_widened(q)) return widened_backward(grad_output, q, k, v, forward, causal, scale, to_be_summed);
+  const WideGradients wide_gradients(to_be_summed);
+  return cpu_backward(grad_output, q, k, v, forward, causal, scale);
 }
 
 }  // namespace tessera::kernels

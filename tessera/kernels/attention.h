@@ -25,9 +25,10 @@ at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::T
 AttentionOutput flash_attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale = std::nullopt);
 
 /// Gradients of q, k and v from what flash_attention_forward returned (or from merged results: output and log_sum_exp of the whole softmax give the whole's
-/// gradients for this block).
+/// gradients for this block). `to_be_summed`: they are terms of sums, and come in fp32 wherever the kernel has them so before it rounds (attention_blocks.h,
+/// widened products); elsewhere in the type of q as ever.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k,
                                                                         const at::Tensor& v, const AttentionOutput& forward, bool causal,
-                                                                        std::optional<double> scale = std::nullopt);
+                                                                        std::optional<double> scale = std::nullopt, bool to_be_summed = false);
 
 }  // namespace tessera::kernels

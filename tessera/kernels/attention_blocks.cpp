@@ -1,10 +1,14 @@
 #include "tessera/kernels/attention_blocks.h"
 
+#include <array>
 #include <cmath>
 #include <limits>
+#include <type_traits>
+#include <utility>
 
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_native.h>
 
+#include "tessera/core/ambient.h"
 #include "tessera/core/parallel.h"
 #include "tessera/kernels/block_product.h"
 #include "tessera/kernels/product_blocks.h"
@@ -20,6 +24,8 @@ namespace tessera::kernels {
 
 namespace {
 
+const Ambient<bool> gradients_as_summed, of_accelerator;
+
 /// A view [B, H, S, D], or [B, H, S], whose features lie side by side.
 template <class T>
 struct Heads {
@@ -29,14 +35,31 @@ struct Heads {
   int64_t batch, head, token;
 };
 
+/// A gradient of the same layout, of either type.
+struct Gradient {
+  explicit Gradient(const at::Tensor& x)
+      : data(static_cast<char*>(x.data_ptr())), size(x.element_size()), batch(x.stride(0)), head(x.stride(1)), token(x.stride(2)), type(type_of(x)) {}
+  cpu::Output at(int64_t b, int64_t h, int64_t t) const { return {data + (b * batch + h * head + t * token) * size, type}; }
+  char* data;
+  int64_t size, batch, head, token;
+  cpu::Type type;
+};
+
 struct Sizes {
   Sizes(const at::Tensor& q, const at::Tensor& k)
       : batch(q.size(0)), kv_heads(k.size(1)), group(q.size(1) / k.size(1)), queries(q.size(2)), keys(k.size(2)), dim(q.size(3)) {}
+  /// A task is a head of keys; how many a thread is worth.
+  int64_t tasks() const { return batch * kv_heads; }
+  int64_t grain() const { return task_grain(5 * group * queries * keys * dim); }
   int64_t batch, kv_heads, group, queries, keys, dim;
 };
 
 /// Columns of panels, whose last one is filled up.
 int64_t to_panels(int64_t columns) { return up_to(columns, 16); }
+
+/// Queries or keys of a block, the last of which is filled up with zeros: libtorch keeps a product's program for each shape that it ever had, half a megabyte
+/// each, and lengths vary.
+int64_t to_block(int64_t count) { return up_to(count, kBlock / 4); }
 
 /// Deals out a thread's scratch, a piece at each cache line; without memory it counts.
 class Pieces {
@@ -55,35 +78,58 @@ class Pieces {
   int64_t used_ = 0;
 };
 
+/// Keys whose dk and dv are summed together: packing a block of queries is then paid for by so many blocks of products, and their sums stay in cache.
+constexpr int64_t kChunk = 8 * kBlock;
+
 template <class T>
 struct Workspace {
-  Workspace(const Sizes& s, Pieces& pieces)
-      : q_columns(pieces.take<T>(to_panels(s.queries) * s.dim)),
-        dy_columns(pieces.take<T>(to_panels(s.queries) * s.dim)),
-        q_rows(pieces.take<T>(whole_words<T>(s.queries) * to_panels(s.dim))),
-        dy_rows(pieces.take<T>(whole_words<T>(s.queries) * to_panels(s.dim))),
-        dq(pieces.take<float>(to_panels(s.queries) * s.dim)),
-        log_sum_exp(pieces.take<float>(to_panels(s.queries))),
-        delta(pieces.take<float>(to_panels(s.queries))),
-        k_columns(pieces.take<T>(kBlock * s.dim)),
-        dk(pieces.take<float>((s.group == 1 ? kBlock : s.keys) * to_panels(s.dim))),
-        dv(pieces.take<float>((s.group == 1 ? kBlock : s.keys) * to_panels(s.dim))),
-        scores(pieces.take<float>(kBlock * kBlock)),
-        d_probabilities(pieces.take<float>(kBlock * kBlock)),
-        probabilities(pieces.take<T>(kBlock * kBlock)),
-        gradient(pieces.take<T>(kBlock * kBlock)),
-        words(pieces.take<T>(kBlock * kBlock)),
-        rows(pieces.take<float>(kBlock * s.dim)) {}
+  Workspace(const Sizes& s, Pieces& pieces) : Workspace(s, pieces, Largest(s)) {}
 
-  T *q_columns, *dy_columns;  ///< blocks of queries as panels whose inner dimension are features
-  T *q_rows, *dy_rows;        ///< the same with features as columns
-  float* dq;                  ///< of each block of queries [dim, queries]
-  float *log_sum_exp, *delta;
-  T* k_columns;  ///< a block of keys [dim, keys]
-  float *dk, *dv;
+  float* dq;                   ///< of each head of the group, and each block of its queries, [dim, queries]
+  float *log_sum_exp, *delta;  ///< of each head of the group
+  T *q_columns, *dy_columns;   ///< a block of queries as a panel whose inner dimension are features
+  T *q_rows, *dy_rows;         ///< the same with features as columns
+  T* k_columns;                ///< of each block of keys [dim, keys]
+  T *last_k, *last_v;          ///< the last block of keys, filled up
+  float *dk, *dv;              ///< of the chunk
   float *scores, *d_probabilities;
   T *probabilities, *gradient, *words;
-  float* rows;
+  float* rows;  ///< a block of dq
+  T* last;      ///< the last block of queries, filled up, while dq is summed
+
+ private:
+  /// The largest block, and keys at once.
+  struct Largest {
+    explicit Largest(const Sizes& s)
+        : queries(std::min(kBlock, to_block(s.queries))), keys(std::min(kBlock, to_block(s.keys))), chunk(std::min(kChunk, to_block(s.keys))) {}
+    int64_t queries, keys, chunk;
+  };
+  Workspace(const Sizes& s, Pieces& pieces, const Largest& block)
+      : dq(pieces.take<float>(s.group * to_block(s.queries) * s.dim)),
+        log_sum_exp(pieces.take<float>(s.group * to_block(s.queries))),
+        delta(pieces.take<float>(s.group * to_block(s.queries))),
+        q_columns(pieces.take<T>(block.queries * s.dim)),
+        dy_columns(pieces.take<T>(block.queries * s.dim)),
+        q_rows(pieces.take<T>(block.queries * to_panels(s.dim))),
+        dy_rows(pieces.take<T>(block.queries * to_panels(s.dim))),
+        k_columns(pieces.take<T>(block.chunk * s.dim)),
+        last_k(pieces.take<T>(s.keys == to_block(s.keys) ? 0 : block.keys * s.dim)),
+        last_v(pieces.take<T>(s.keys == to_block(s.keys) ? 0 : block.keys * s.dim)),
+        dk(pieces.take<float>(block.chunk * to_panels(s.dim))),
+        dv(pieces.take<float>(block.chunk * to_panels(s.dim))),
+        scores(pieces.take<float>(block.keys * block.queries)),
+        d_probabilities(pieces.take<float>(block.keys * block.queries)),
+        rows(pieces.take<float>(block.queries * s.dim)),
+        last(reinterpret_cast<T*>(rows)) {
+    if constexpr (std::is_same_v<T, float>) {  // each number where it was made of
+      probabilities = scores;
+      gradient = words = d_probabilities;
+    } else {
+      probabilities = pieces.take<T>(block.keys * block.queries);
+      gradient = pieces.take<T>(block.keys * block.queries);
+      words = pieces.take<T>(block.keys * block.queries);
+    }
+  }
 };
 
 template <class T>
@@ -115,119 +161,159 @@ class Backward {
         type_(type_of(t.q)) {}
 
   void run(const Scratch& scratch) const {
-    const int64_t products = 5 * sizes_.group * sizes_.queries * sizes_.keys * sizes_.dim;
-    parallel_for(0, sizes_.batch * sizes_.kv_heads, task_grain(products), [&](int64_t begin, int64_t end) {
+    parallel_for(0, sizes_.tasks(), sizes_.grain(), [&](int64_t begin, int64_t end) {
       Pieces pieces(scratch.data());
       const Workspace<T> here(sizes_, pieces);
-      for (int64_t i = begin; i < end; ++i) {
-        for (int64_t member = 0; member < sizes_.group; ++member) head(here, i / sizes_.kv_heads, i % sizes_.kv_heads, member);
-      }
+      for (int64_t i = begin; i < end; ++i) group(here, {i / sizes_.kv_heads, i % sizes_.kv_heads});
       at::native::cpublas::brgemm_release(sizeof(T) == 2);
     });
   }
 
  private:
-  void head(const Workspace<T>& here, int64_t batch, int64_t kv_head, int64_t member) const {
-    const int64_t head = kv_head * sizes_.group + member;
-    pack_queries(here, batch, head);
-    for (int64_t j = 0; j < sizes_.keys; j += kBlock) keys(here, batch, kv_head, member, j);
-    for (int64_t i = 0; i < sizes_.queries; i += kBlock) {
-      const int64_t count = std::min(kBlock, sizes_.queries - i), dim = sizes_.dim;
-      cpu::loops().rows_of_columns({.from = {here.dq + i * dim, cpu::Type::Float}, .stride = to_panels(count), .inner = dim, .outer = count, .to = here.rows});
-      cpu::loops().round_rows({here.rows, dim, {dq_.at(batch, head, i), type_}, dq_.token, count, dim});
+  /// A head of keys and values, and those of queries that share it.
+  struct Place {
+    int64_t batch, kv_head;
+  };
+  int64_t head_of(const Place& place, int64_t member) const { return place.kv_head * sizes_.group + member; }
+
+  void group(const Workspace<T>& here, const Place& place) const {
+    for (int64_t member = 0; member < sizes_.group; ++member) look_at_queries(here, place, member);
+    for (int64_t chunk = 0; chunk < sizes_.keys; chunk += kChunk) keys(here, place, chunk, std::min(chunk + kChunk, sizes_.keys));
+    for (int64_t member = 0; member < sizes_.group; ++member) {
+      for (int64_t i = 0; i < sizes_.queries; i += kBlock) {
+        const int64_t count = queries_from(i), dim = sizes_.dim;
+        const cpu::Input sums{dq_of(here, member, i), cpu::Type::Float};
+        cpu::loops().rows_of_columns({.from = sums, .stride = to_block(count), .inner = dim, .outer = count, .to = here.rows});
+        cpu::loops().round_rows({here.rows, dim, dq_.at(place.batch, head_of(place, member), i), dq_.token, count, dim});
+      }
     }
   }
 
-  void pack_queries(const Workspace<T>& here, int64_t batch, int64_t head) const {
-    const int64_t dim = sizes_.dim;
-    cpu::loops().dot_rows({.left = {dy_.at(batch, head, 0), type_},
-                           .right = {y_.at(batch, head, 0), type_},
+  int64_t queries_from(int64_t i) const { return std::min(kBlock, sizes_.queries - i); }
+  float* dq_of(const Workspace<T>& here, int64_t member, int64_t i) const { return here.dq + (member * to_block(sizes_.queries) + i) * sizes_.dim; }
+  /// The first block of queries that sees keys from `j` on.
+  int64_t first_of(int64_t j) const { return causal_ ? j : 0; }
+
+  void look_at_queries(const Workspace<T>& here, const Place& place, int64_t member) const {
+    const int64_t head = head_of(place, member), columns = to_block(sizes_.queries);
+    float *sums = here.log_sum_exp + member * columns, *delta = here.delta + member * columns;
+    cpu::loops().dot_rows({.left = {dy_.at(place.batch, head, 0), type_},
+                           .right = {y_.at(place.batch, head, 0), type_},
                            .left_stride = dy_.token,
                            .right_stride = y_.token,
                            .rows = sizes_.queries,
-                           .dim = dim,
-                           .out = here.delta});
+                           .dim = sizes_.dim,
+                           .out = delta});
     constexpr float kEndless = std::numeric_limits<float>::infinity();
     for (int64_t i = 0; i < sizes_.queries; ++i) {
-      const float sum = *sums_.at(batch, head, i);
-      here.log_sum_exp[i] = sum == -kEndless ? kEndless : sum;  // it saw no key: its probabilities are zeros
+      const float sum = *sums_.at(place.batch, head, i);
+      sums[i] = sum == -kEndless ? kEndless : sum;  // it saw no key: its probabilities are zeros
     }
-    std::fill(here.log_sum_exp + sizes_.queries, here.log_sum_exp + to_panels(sizes_.queries), kEndless);
-    std::fill(here.delta + sizes_.queries, here.delta + to_panels(sizes_.queries), 0.F);
-    const auto pack = [&](const Heads<const T>& from, int64_t i, T* columns, T* rows) {
-      const int64_t count = std::min(kBlock, sizes_.queries - i);
-      const cpu::Input block{from.at(batch, head, i), type_};
-      cpu::loops().panel_of_columns({.from = block, .stride = from.token, .inner = dim, .outer = count, .to = columns + i * dim});
-      cpu::loops().panel_of_rows({.from = block, .stride = from.token, .inner = count, .outer = dim, .to = rows + i * to_panels(dim)});
-    };
-    for (int64_t i = 0; i < sizes_.queries; i += kBlock) {
-      pack(q_, i, here.q_columns, here.q_rows);
-      pack(dy_, i, here.dy_columns, here.dy_rows);
+    std::fill(sums + sizes_.queries, sums + columns, kEndless);
+    std::fill(delta + sizes_.queries, delta + columns, 0.F);
+  }
+
+  /// Rows of a block, and how many elements lie between the beginnings of two.
+  struct Rows {
+    const T* data;
+    int64_t stride;
+  };
+  /// `count` rows, filled up in `last` where they are no whole block.
+  Rows filled_up(Rows rows, int64_t count, T* last) const {
+    if (count == to_block(count)) return rows;
+    for (int64_t row = 0; row < count; ++row) std::copy_n(rows.data + row * rows.stride, sizes_.dim, last + row * sizes_.dim);
+    std::fill_n(last + count * sizes_.dim, (to_block(count) - count) * sizes_.dim, T(0));
+    return {last, sizes_.dim};
+  }
+
+  /// A block of keys and its values.
+  struct Keys {
+    Rows k, v;
+    int64_t count;
+  };
+
+  /// dk and dv of keys `begin` to `end`, and their terms of dq.
+  void keys(const Workspace<T>& here, const Place& place, int64_t begin, int64_t end) const {
+    const int64_t features = to_panels(sizes_.dim);
+    std::array<Keys, kChunk / kBlock> blocks;
+    for (int64_t j = begin; j < end; j += kBlock) {
+      const int64_t count = std::min(kBlock, end - j), at = j - begin;
+      Keys& block = blocks[static_cast<size_t>(at / kBlock)];
+      block = {.k = filled_up({k_.at(place.batch, place.kv_head, j), k_.token}, count, here.last_k),
+               .v = filled_up({v_.at(place.batch, place.kv_head, j), v_.token}, count, here.last_v),
+               .count = count};
+      cpu::loops().rows_of_columns(
+          {.from = {block.k.data, type_}, .stride = block.k.stride, .inner = to_block(count), .outer = sizes_.dim, .to = here.k_columns + at * sizes_.dim});
+      if (first_of(j) < sizes_.queries) continue;
+      std::fill_n(here.dk + at * features, count * features, 0.F);
+      std::fill_n(here.dv + at * features, count * features, 0.F);
+    }
+    for (int64_t member = 0; member < sizes_.group; ++member) {
+      for (int64_t i = first_of(begin); i < sizes_.queries; i += kBlock) {
+        pack({q_.at(place.batch, head_of(place, member), i), q_.token}, queries_from(i), here.last, here.q_columns, here.q_rows);
+        pack({dy_.at(place.batch, head_of(place, member), i), dy_.token}, queries_from(i), here.last, here.dy_columns, here.dy_rows);
+        for (int64_t j = begin; j < end && first_of(j) <= i; j += kBlock) block(here, blocks[static_cast<size_t>((j - begin) / kBlock)], member, i, j, begin);
+      }
+    }
+    for (int64_t j = begin; j < end; j += kBlock) {
+      const int64_t count = std::min(kBlock, end - j), at = (j - begin) * features;
+      cpu::loops().round_rows({here.dk + at, features, dk_.at(place.batch, place.kv_head, j), dk_.token, count, sizes_.dim});
+      cpu::loops().round_rows({here.dv + at, features, dv_.at(place.batch, place.kv_head, j), dv_.token, count, sizes_.dim});
     }
   }
 
-  /// dk and dv of a block of keys as far as this head of the group goes, and its terms of dq.
-  void keys(const Workspace<T>& here, int64_t batch, int64_t kv_head, int64_t member, int64_t j) const {
-    const int64_t count = std::min(kBlock, sizes_.keys - j), features = to_panels(sizes_.dim);
-    const int64_t offset = sizes_.group == 1 ? 0 : j * features;
-    float *dk = here.dk + offset, *dv = here.dv + offset;
-    const int64_t first = causal_ ? j : 0;  // blocks before see none of these keys
-    if (member == 0 && first >= sizes_.queries) {
-      std::fill_n(dk, count * features, 0.F);
-      std::fill_n(dv, count * features, 0.F);
-    }
-    cpu::loops().rows_of_columns({.from = {k_.at(batch, kv_head, j), type_}, .stride = k_.token, .inner = count, .outer = sizes_.dim, .to = here.k_columns});
-    for (int64_t i = first; i < sizes_.queries; i += kBlock) {
-      block(here, k_.at(batch, kv_head, j), v_.at(batch, kv_head, j), i, j, dk, dv, /*add=*/member > 0 || i > first);
-    }
-    if (member + 1 < sizes_.group) return;
-    cpu::loops().round_rows({dk, features, {dk_.at(batch, kv_head, j), type_}, dk_.token, count, sizes_.dim});
-    cpu::loops().round_rows({dv, features, {dv_.at(batch, kv_head, j), type_}, dv_.token, count, sizes_.dim});
+  void pack(Rows from, int64_t count, T* last, T* columns, T* rows) const {
+    const Rows block = filled_up(from, count, last);
+    const int64_t queries = to_block(count);
+    cpu::loops().panel_of_columns({.from = {block.data, type_}, .stride = block.stride, .inner = sizes_.dim, .outer = queries, .to = columns});
+    cpu::loops().panel_of_rows({.from = {block.data, type_}, .stride = block.stride, .inner = queries, .outer = sizes_.dim, .to = rows});
   }
 
-  void block(const Workspace<T>& here, const T* k, const T* v, int64_t i, int64_t j, float* dk, float* dv, bool add) const {
-    const int64_t dim = sizes_.dim, features = to_panels(dim);
-    const int64_t keys = std::min(kBlock, sizes_.keys - j), queries = std::min(kBlock, sizes_.queries - i), width = to_panels(queries);
-    multiply_block<T>(k, k_.token, here.q_columns + i * dim, {here.scores, width}, keys, dim, width);
-    multiply_block<T>(v, v_.token, here.dy_columns + i * dim, {here.d_probabilities, width}, keys, dim, width);
+  void block(const Workspace<T>& here, const Keys& keys, int64_t member, int64_t i, int64_t j, int64_t chunk) const {
+    const int64_t dim = sizes_.dim, features = to_panels(dim), rows = to_block(keys.count), width = to_block(queries_from(i));
+    const int64_t column = member * to_block(sizes_.queries) + i;
+    multiply_block<T>(keys.k.data, keys.k.stride, here.q_columns, {here.scores, width}, rows, dim, width);
+    multiply_block<T>(keys.v.data, keys.v.stride, here.dy_columns, {here.d_probabilities, width}, rows, dim, width);
     cpu::loops().attention_gradient({.type = type_,
                                      .scores = here.scores,
                                      .d_probabilities = here.d_probabilities,
-                                     .log_sum_exp = here.log_sum_exp + i,
-                                     .delta = here.delta + i,
+                                     .log_sum_exp = here.log_sum_exp + column,
+                                     .delta = here.delta + column,
                                      .scale = scale_,
-                                     .keys = keys,
+                                     .keys = keys.count,
+                                     .rows = rows,
                                      .width = width,
-                                     .first = causal_ && i == j ? 0 : -keys,
+                                     .first = causal_ && i == j ? 0 : -rows,
                                      .probabilities = here.probabilities,
                                      .gradient = here.gradient,
                                      .words = here.words});
-    const T* gradient = sizeof(T) == 2 ? here.gradient : here.words;
-    const int64_t inner = whole_words<T>(queries);
+    const int64_t sums = (j - chunk) * features;
+    const bool add = member > 0 || i > first_of(j);
     for (int64_t feature = 0; feature < dim; feature += kBlock) {
-      const int64_t panel = i * features + feature * inner, columns = cpu::panel_width(dim - feature);
-      multiply_block<T>(here.probabilities, width, here.dy_rows + panel, {dv + feature, features}, keys, inner, columns, add);
-      multiply_block<T>(gradient, width, here.q_rows + panel, {dk + feature, features}, keys, inner, columns, add);
+      const int64_t panel = feature * width, columns = cpu::panel_width(dim - feature);
+      multiply_block<T>(here.probabilities, width, here.dy_rows + panel, {here.dv + sums + feature, features}, rows, width, columns, add);
+      multiply_block<T>(here.gradient, width, here.q_rows + panel, {here.dk + sums + feature, features}, rows, width, columns, add);
     }
-    const int64_t inner_keys = whole_words<T>(keys);
-    multiply_block<T>(here.k_columns, inner_keys, here.words, {here.dq + i * dim, width}, dim, inner_keys, width, /*add=*/j > 0);
+    multiply_block<T>(here.k_columns + (j - chunk) * dim, rows, here.words, {dq_of(here, member, i), width}, dim, rows, width, /*add=*/j > 0);
   }
 
   Sizes sizes_;
   Heads<const T> dy_, q_, k_, v_, y_;
-  Heads<T> dq_, dk_, dv_;
+  Gradient dq_, dk_, dv_;
   Heads<const float> sums_;
   bool causal_;
   float scale_;
   cpu::Type type_;
 };
 
-at::Tensor tokens_first(const at::Tensor& x) { return at::empty(x.transpose(1, 2).sizes(), x.options()).transpose(1, 2); }
+at::Tensor gradient_of(const at::Tensor& x) {
+  return at::empty(x.transpose(1, 2).sizes(), *gradients_as_summed ? x.options().dtype(at::kFloat) : x.options()).transpose(1, 2);
+}
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& dy, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                         const at::Tensor& y, const at::Tensor& log_sum_exp, double dropout, bool causal,
                                                         const std::optional<at::Tensor>& mask, std::optional<double> scale) {
-  if (attends_in_blocks(q, k, dropout, mask)) return attention_backward_in_blocks(dy, q, k, v, y, log_sum_exp, causal, scale);
+  if (attends_in_blocks(dy, q, k, v, y, log_sum_exp, dropout, mask)) return attention_backward_in_blocks(dy, q, k, v, y, log_sum_exp, causal, scale);
   return at::native::_scaled_dot_product_flash_attention_cpu_backward(dy, q, k, v, y, log_sum_exp, dropout, causal, mask, scale);
 }
 
@@ -236,20 +322,34 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& dy, co
 
 }  // namespace
 
-bool attends_in_blocks(const at::Tensor& q, const at::Tensor& k, double dropout, const std::optional<at::Tensor>& mask) {
+AcceleratorAttention::AcceleratorAttention() : former_(std::exchange(*of_accelerator, true)) {}
+AcceleratorAttention::~AcceleratorAttention() { *of_accelerator = former_; }
+
+WideGradients::WideGradients(bool wide) : former_(std::exchange(*gradients_as_summed, wide)) {}
+WideGradients::~WideGradients() { *gradients_as_summed = former_; }
+
+bool attends_in_blocks(const at::Tensor& dy, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& y, const at::Tensor& log_sum_exp,
+                       double dropout, const std::optional<at::Tensor>& mask) {
+  if (q.is_meta() && *of_accelerator) return false;
   if (dropout != 0 || (mask.has_value() && mask->defined()) || q.numel() == 0 || k.numel() == 0) return false;
-  return multiplies_blocks(q) && (q.scalar_type() == at::kFloat || q.size(3) % 2 == 0);
+  if (!multiplies_blocks(q) || (q.scalar_type() != at::kFloat && q.size(-1) % 2 != 0)) return false;
+  // What does not fit together is refused by libtorch's kernel in its words.
+  const bool fit = q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && dy.sizes() == q.sizes() && y.sizes() == q.sizes() &&
+                   log_sum_exp.sizes() == q.sizes().slice(0, 3) && q.size(0) == k.size(0) && q.size(3) == k.size(3) && q.size(1) % k.size(1) == 0;
+  const auto same = [&](const at::Tensor& x) { return x.scalar_type() == q.scalar_type() && x.device() == q.device(); };
+  return fit && same(dy) && same(k) && same(v) && same(y) && log_sum_exp.scalar_type() == at::kFloat;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward_in_blocks(const at::Tensor& dy, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                                             const at::Tensor& y, const at::Tensor& log_sum_exp, bool causal,
                                                                             std::optional<double> scale) {
-  const at::Tensor dq = tokens_first(q), dk = tokens_first(k), dv = tokens_first(v);
+  const at::Tensor dq = gradient_of(q), dk = gradient_of(k), dv = gradient_of(v);
   const at::Tensor rows_of_dy = with_rows(dy), rows_of_q = with_rows(q), rows_of_k = with_rows(k), rows_of_v = with_rows(v), rows_of_y = with_rows(y);
   const double factor = scale.value_or(1 / std::sqrt(static_cast<double>(q.size(3))));
   with_type_of(q, [&](auto type) {
     using T = decltype(type);
-    const Scratch scratch(bytes_of_workspace<T>(Sizes(q, k)), q);
+    const Sizes sizes(q, k);
+    const Scratch scratch(bytes_of_workspace<T>(sizes), q, sizes.tasks() / sizes.grain());
     if (q.is_meta()) return;
     Backward<T>({rows_of_dy, rows_of_q, rows_of_k, rows_of_v, rows_of_y, log_sum_exp, dq, dk, dv}, causal, static_cast<float>(factor)).run(scratch);
   });

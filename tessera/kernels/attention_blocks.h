@@ -14,14 +14,41 @@ namespace tessera::kernels {
 inline bool has_rows(const at::Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 || x.numel() == 0; }
 inline at::Tensor with_rows(const at::Tensor& x) { return has_rows(x) ? x : x.contiguous(); }
 
-/// Whether these gradients are made in blocks: fp32, and bf16 of an even number of features, where multiplies_blocks(); no mask but the causal one, no dropout.
-bool attends_in_blocks(const at::Tensor& q, const at::Tensor& k, double dropout, const std::optional<at::Tensor>& mask);
+/// Whether these gradients are made in blocks: of one type, fp32, or bf16 of an even number of features, where multiplies_blocks(); no mask but the causal one,
+/// no dropout.
+bool attends_in_blocks(const at::Tensor& dy, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& y, const at::Tensor& log_sum_exp,
+                       double dropout, const std::optional<at::Tensor>& mask);
+
+/// While it lives, a dry run on this thread stands for an accelerator and not for this machine's CPU: there attention is libtorch's, whose gradients come in
+/// the type of q.
+class AcceleratorAttention {
+ public:
+  AcceleratorAttention();
+  ~AcceleratorAttention();
+  AcceleratorAttention(const AcceleratorAttention&) = delete;
+  AcceleratorAttention& operator=(const AcceleratorAttention&) = delete;
+
+ private:
+  bool former_;
+};
+
+/// While it lives, this thread's gradients in blocks come as they were summed, in fp32, and not rounded to the type of q: for who adds them to others.
+class WideGradients {
+ public:
+  explicit WideGradients(bool wide = true);
+  ~WideGradients();
+  WideGradients(const WideGradients&) = delete;
+  WideGradients& operator=(const WideGradients&) = delete;
+
+ private:
+  bool former_;
+};
 
 /// Gradients of q [B, H, S, D], k and v [B, Hk, L, D] from dy and y [B, H, S, D] and the log-sum-exp [B, H, S] of each query, laid out as [B, tokens, heads,
-/// D]. 5 products of each 64 x 64 block, of a causal square those on and below the diagonal alone; sums of bf16 are fp32 until a gradient is done. Bits depend
-/// on the head and its queries and keys: not on threads, nor on the rest of the batch. Heads of one group (H / Hk) are summed in their order. Scratch of each
-/// thread: 4 packed copies of a head's q and dy, its dq in fp32, and about 100 KB; where heads share keys dk and dv in fp32, too. Threads have a head of k
-/// each, so that many threads want many of those.
+/// D]. 5 products of each 64 x 64 block, of a causal square those on and below the diagonal alone; sums of bf16 are fp32 until a gradient is done.
+/// Bits depend on the head and its queries and keys: not on threads, nor on the rest of the batch. Heads of one group (H / Hk) are summed in their order.
+/// Scratch of each thread, of which there are no more than heads of k: dq of a group of heads in fp32, and what 512 keys take, 6 to 7 KB a feature. So many
+/// threads want many heads of k.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward_in_blocks(const at::Tensor& dy, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                                             const at::Tensor& y, const at::Tensor& log_sum_exp, bool causal,
                                                                             std::optional<double> scale);

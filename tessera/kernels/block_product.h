@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -38,7 +39,8 @@ struct Sums {
   int64_t stride;
 };
 
-/// sums [rows, width] <- left [rows, inner] (`stride` elements from row to row) times a panel of `inner` by `width` words; or sums += it.
+/// sums [rows, width] <- left [rows, inner] (`stride` elements from row to row) times a panel of `inner` by `width` words; or sums += it. libtorch keeps a
+/// program for each shape and thread for good, of some 0.1 to 0.5 MB: what varies from call to call is to have few.
 template <class T>
 void multiply_block(const T* left, int64_t stride, const T* panel, Sums sums, int64_t rows, int64_t inner, int64_t width, bool add = false) {
   constexpr int64_t kPiece = 1024;  // of the inner dimension: what a cache holds beside the block
@@ -51,11 +53,11 @@ void multiply_block(const T* left, int64_t stride, const T* panel, Sums sums, in
 /// Tasks that a thread is worth, where each multiplies so many pairs of numbers.
 inline int64_t task_grain(int64_t products) { return std::max<int64_t>(1, (int64_t{1} << 20) / std::max<int64_t>(1, products)); }
 
-/// Bytes of one thread each, as multiples of a cache line; the calling thread's by data().
+/// Bytes of one thread each, as multiples of a cache line; the calling thread's by data(). No more threads work than there are `parts` of the work.
 class Scratch {
  public:
-  Scratch(int64_t bytes, const at::Tensor& like)
-      : each_(up_to(bytes, 64)), memory_(at::empty({at::get_num_threads(), each_}, like.options().dtype(at::kByte))) {}
+  Scratch(int64_t bytes, const at::Tensor& like, int64_t parts = std::numeric_limits<int64_t>::max())
+      : each_(up_to(bytes, 64)), memory_(at::empty({std::clamp<int64_t>(parts, 1, at::get_num_threads()), each_}, like.options().dtype(at::kByte))) {}
   char* data() const { return static_cast<char*>(memory_.data_ptr()) + at::get_thread_num() % memory_.size(0) * each_; }
 
  private:

@@ -4,6 +4,7 @@
 #include <array>
 #include <numeric>
 
+#include <ATen/Context.h>
 #include <ATen/cpu/Utils.h>
 #include <torch/library.h>
 
@@ -202,7 +203,7 @@ bool multiplies_blocks(const at::Tensor& tensor) {
   if (!tensor.is_cpu() && !tensor.is_meta()) return false;
   static const bool avx512 = has_avx512();
   if (!avx512 || !is_supported(tensor.scalar_type()) || is_widened(tensor)) return false;
-  return tensor.scalar_type() == at::kFloat || multiplies_bf16_blocks();
+  return tensor.scalar_type() == at::kFloat || (at::globalContext().userEnabledMkldnn() && multiplies_bf16_blocks());
 }
 
 at::Tensor multiply_groups(const at::Tensor& rows, const at::Tensor& weight, bool transposed, const std::vector<int64_t>& sizes) {

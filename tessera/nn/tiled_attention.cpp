@@ -123,7 +123,8 @@ void TiledAttentionBackward::add(const at::Tensor& k, const at::Tensor& v, const
       part_of(sum, tile, run).add_(from_kernel(part, tile).to(at::kFloat));
     };
     const auto [dq_part, dk_part, dv_part] = kernels::flash_attention_backward(
-        queries(grad_), queries(q_), keys(k), keys(v), {queries(forward_.output), to_kernel(sums_of(forward_.log_sum_exp, tile), tile)}, is_triangle(tile));
+        queries(grad_), queries(q_), keys(k), keys(v), {queries(forward_.output), to_kernel(sums_of(forward_.log_sum_exp, tile), tile)}, is_triangle(tile),
+        /*scale=*/{}, /*to_be_summed=*/true);
     add_to(dq_, tile.queries, dq_part);
     add_to(dk, tile.keys, dk_part);
     add_to(dv, tile.keys, dv_part);

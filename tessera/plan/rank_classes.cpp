@@ -91,11 +91,13 @@ Held held_elements(const Config& config, int world_size, int rank, bool apart) {
   return held;
 }
 
-/// Of each rank that sequences are cut over, a number that those share whose tensors have the same shapes: as many columns, and the same tiles of attention.
-std::vector<int> column_kinds(const Config& config, int ranks, int64_t documents) {
+/// Of each rank that sequences are cut over, a number that those share whose tensors have the same shapes: as many columns, and the same tiles of attention;
+/// `in_order`: in the order in which its method meets them, and as large as it makes them, since what else is held at the time is of that order.
+std::vector<int> column_kinds(const Config& config, int ranks, int64_t documents, bool in_order) {
   std::vector<int> kinds(static_cast<size_t>(ranks));
   if (ranks == 1) return kinds;
   const bool exchanges = config.context.method == "ulysses" || config.context.method == "ulysses_ring";
+  const bool gathers = config.context.method == "all_gather";
   const int64_t keys = config.model.kv_heads.value_or(config.model.heads);
   const bool heads_differ = exchanges && (config.model.heads % ranks != 0 || (keys % ranks != 0 && ranks % keys != 0) || config.mesh.tp != 1);
   const bool packed = config.data.documents != "none";
@@ -108,9 +110,9 @@ std::vector<int> column_kinds(const Config& config, int ranks, int64_t documents
   const SequenceCut cut = rule(lengths, ranks);
   const nn::DryDocuments known_lengths(lengths);
   const std::vector<int64_t> ids = nn::DryDocuments::ids(1, cut.length);
-  const auto columns_of = [&](int rank) {
+  const auto columns_of = [&](const std::vector<ColumnRun>& runs) {
     std::vector<int64_t> positions, of_columns;
-    for (const auto& [begin, size] : cut.runs[static_cast<size_t>(rank)]) {
+    for (const auto& [begin, size] : runs) {
       for (int64_t position = begin; position < begin + size; ++position) {
         positions.push_back(position);
         of_columns.push_back(ids[static_cast<size_t>(position)]);
@@ -122,12 +124,19 @@ std::vector<int> column_kinds(const Config& config, int ranks, int64_t documents
   std::map<std::tuple<int64_t, int, std::vector<Shape>>, int> known;
   for (int rank = 0; rank < ranks; ++rank) {
     std::vector<Shape> tiles;
-    for (int other = 0; other < ranks; ++other) {
-      for (const nn::AttentionTile& tile : nn::attention_tiles(columns_of(rank), columns_of(other), {.window = config.model.sliding_window})) {
+    const auto meet = [&](const std::vector<ColumnRun>& keys) {
+      const auto queries = columns_of(cut.runs[static_cast<size_t>(rank)]);
+      for (const nn::AttentionTile& tile : nn::attention_tiles(queries, columns_of(keys), {.window = config.model.sliding_window})) {
         tiles.emplace_back(tile.queries.size, tile.keys.size, tile.form, tile.times);
       }
+      if (in_order) tiles.emplace_back();  // the end of a step
+    };
+    if (in_order && gathers) {
+      meet({{0, cut.length}});
+    } else {
+      for (int step = 0; step < ranks; ++step) meet(cut.runs[static_cast<size_t>((rank - step + ranks) % ranks)]);
     }
-    std::ranges::sort(tiles);
+    if (!in_order) std::ranges::sort(tiles);
     if (exchanges) tiles.clear();  // of all columns, alike
     const auto number = static_cast<int>(known.size());
     kinds[static_cast<size_t>(rank)] = known.try_emplace({cut.columns(rank), heads_differ ? rank : 0, std::move(tiles)}, number).first->second;
@@ -162,7 +171,7 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size,
   const int64_t micro_batches = config.batch.global_size / config.batch.micro_size;
   const int sources = deals_experts_over_replicas(config, shape) ? config.mesh.ep * config.mesh.expert_tp : 1;
   const auto roles = config.run.deterministic ? tree_roles(micro_batches, data_ranks, sources) : std::vector<std::vector<int64_t>>{};
-  const std::vector<int> parts = column_kinds(config, mesh.size(axes.columns), documents);
+  const std::vector<int> parts = column_kinds(config, mesh.size(axes.columns), documents, apart);
   const std::vector<int64_t> no_role;
   const Elements none;
   // What tp cuts need not be equal, so each of its ranks is a class of its own, where there are few or they differ; so is each stage. Parts of a sequence are

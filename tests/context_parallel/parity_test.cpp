@@ -143,12 +143,14 @@ TEST(Methods, GiveTheBitsOfASecondRunAndOverlapChangesNone) {
   });
 }
 
+/// Where a kernel rounds its gradients, as on devices, those of a rank's tiles are rounded once more than one tile of all is; on a CPU they come in fp32.
 TEST(Methods, SixteenBitErrorsDoNotGrowWithRanks) {
+  const double more = testing_support::test_device().is_cpu() ? 1.5 : 2;
   const AttentionCase c{.batch = 1, .length = 64, .heads = 8, .kv_heads = 8};
   for (const ContextMethod method : {ContextMethod::Ring, ContextMethod::AllGather, ContextMethod::Ulysses}) {
     const double one = parity(c, SequenceCut::head_tail(64, 1), {.method = method}, at::kBFloat16);
     for (const int ranks : {2, 4, 8}) {
-      EXPECT_LE(parity(c, SequenceCut::head_tail(64, ranks), {.method = method}, at::kBFloat16), 1.5 * one) << to_string(method) << ' ' << ranks;
+      EXPECT_LE(parity(c, SequenceCut::head_tail(64, ranks), {.method = method}, at::kBFloat16), more * one) << to_string(method) << ' ' << ranks;
     }
   }
 }

@@ -1,11 +1,16 @@
 #include "tessera/kernels/attention_blocks.h"
 
+#include <fstream>
+
 #include <ATen/Parallel.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_native.h>
+#include <unistd.h>
 
 #include "tessera/kernels/attention.h"
+#include "tessera/kernels/product_blocks.h"
+#include "tessera/memory/memory.h"
 #include "tests/kernels/support.h"
 
 namespace tessera::kernels {
@@ -51,8 +56,7 @@ double distance(const at::Tensor& x, const at::Tensor& exact) {
 class AttentionBlocks : public ::testing::TestWithParam<std::tuple<at::ScalarType, bool, AttentionCase>> {
  protected:
   void SetUp() override {
-    if (!attends_in_blocks(at::zeros({1, 1, 1, 16}, std::get<0>(GetParam())), at::zeros({1, 1, 1, 16}), 0, {}))
-      GTEST_SKIP() << "no AVX-512, or no bf16 products";
+    if (!multiplies_blocks(at::zeros({1}, std::get<0>(GetParam())))) GTEST_SKIP() << "no AVX-512, or no bf16 products";
   }
 };
 
@@ -72,14 +76,15 @@ INSTANTIATE_TEST_SUITE_P(Cases, AttentionBlocks,
                          ::testing::Combine(::testing::Values(at::kFloat, at::kBFloat16), ::testing::Bool(),
                                             ::testing::Values(AttentionCase{1, 1, 1, 1, 1, 2}, AttentionCase{2, 2, 2, 64, 64, 16},
                                                               AttentionCase{1, 4, 2, 130, 130, 80}, AttentionCase{2, 2, 2, 33, 200, 24},
-                                                              AttentionCase{1, 6, 2, 201, 71, 130}, AttentionCase{1, 3, 1, 65, 129, 6})));
+                                                              AttentionCase{1, 6, 2, 201, 71, 130}, AttentionCase{1, 3, 1, 65, 129, 6},
+                                                              AttentionCase{1, 2, 1, 600, 1100, 16}, AttentionCase{1, 1, 1, 1100, 530, 16})));
 
 /// Each case on its own, and each head: what else there is, and who computes it, changes no bit.
 TEST(AttentionInBlocks, HaveBitsOfTheirHeadAlone) {
   const int threads = at::get_num_threads();
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     const AttentionInputs in({3, 4, 2, 150, 150, 32}, dtype, true);
-    if (!attends_in_blocks(in.q, in.k, 0, {})) GTEST_SKIP();
+    if (!multiplies_blocks(in.q)) GTEST_SKIP();
     at::set_num_threads(1);
     const Tensors alone = in.in_blocks();
     at::set_num_threads(4);
@@ -98,27 +103,51 @@ TEST(AttentionInBlocks, HaveBitsOfTheirHeadAlone) {
 /// The operator itself has this kernel, whoever calls it; what it does not take, a mask, goes to libtorch's.
 TEST(AttentionInBlocks, AreThoseOfTheOperator) {
   const AttentionInputs in({1, 2, 2, 70, 70, 16}, at::kFloat, false);
-  if (!attends_in_blocks(in.q, in.k, 0, {})) GTEST_SKIP();
+  if (!multiplies_blocks(in.q)) GTEST_SKIP();
   const auto called = AttentionInputs::all(at::_scaled_dot_product_flash_attention_for_cpu_backward(in.dy, in.q, in.k, in.v, in.y, in.log_sum_exp, 0, false));
   const Tensors ours = in.in_blocks();
   for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(called[i], ours[i]));
 
   const at::Tensor mask = random({1, 1, 70, 70}, at::kFloat, 9);
-  EXPECT_FALSE(attends_in_blocks(in.q, in.k, 0, mask));
-  EXPECT_FALSE(attends_in_blocks(in.q, in.k, 0.5, {}));
-  EXPECT_FALSE(attends_in_blocks(in.q.to(at::kBFloat16).narrow(3, 0, 15), in.k, 0, {})) << "half a word";
-  EXPECT_FALSE(attends_in_blocks(in.q.to(at::kDouble), in.k, 0, {}));
+  const auto taken = [](const AttentionInputs& x, double dropout = 0, const std::optional<at::Tensor>& by = {}) {
+    return attends_in_blocks(x.dy, x.q, x.k, x.v, x.y, x.log_sum_exp, dropout, by);
+  };
+  EXPECT_TRUE(taken(in));
+  EXPECT_FALSE(taken(in, 0, mask));
+  EXPECT_FALSE(taken(in, 0.5));
+  EXPECT_FALSE(taken(AttentionInputs({1, 2, 2, 70, 70, 15}, at::kBFloat16, false))) << "half a word";
   const auto [y, sums] = at::_scaled_dot_product_flash_attention_for_cpu(in.q, in.k, in.v, 0, false, mask);
   const auto masked = AttentionInputs::all(at::_scaled_dot_product_flash_attention_for_cpu_backward(in.dy, in.q, in.k, in.v, y, sums, 0, false, mask));
   const auto theirs = AttentionInputs::all(at::native::_scaled_dot_product_flash_attention_cpu_backward(in.dy, in.q, in.k, in.v, y, sums, 0, false, mask));
   for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(masked[i], theirs[i]));
 }
 
+/// A program that merges results itself may mix types: libtorch's kernel refuses that in its words, and nothing is read as what it is not.
+TEST(AttentionInBlocks, OfOtherTypesAreRefused) {
+  const AttentionInputs in({1, 2, 2, 40, 40, 16}, at::kBFloat16, true);
+  if (!multiplies_blocks(in.q)) GTEST_SKIP();
+  for (at::Tensor AttentionInputs::* x : {&AttentionInputs::dy, &AttentionInputs::k, &AttentionInputs::v, &AttentionInputs::y, &AttentionInputs::log_sum_exp}) {
+    AttentionInputs other = in;
+    other.*x = (other.*x).to((other.*x).scalar_type() == at::kFloat ? at::kDouble : at::kFloat);
+    EXPECT_ANY_THROW(flash_attention_backward(other.dy, other.q, other.k, other.v, {other.y, other.log_sum_exp}, true));
+  }
+}
+
+/// Sequences of any length: oneDNN's programs, which libtorch keeps for good, are made for a few shapes alone.
+TEST(AttentionInBlocks, KeepNoMemoryForEachLength) {
+  const auto pass = [](int64_t length) { AttentionInputs({1, 1, 1, length, length + 7, 64}, at::kFloat, true).in_blocks(); };
+  if (!multiplies_blocks(at::zeros({1}))) GTEST_SKIP();
+  pass(64);
+  const int64_t before = resident_bytes();
+  for (int64_t length = 33; length < 160; ++length) pass(length);
+  EXPECT_LT(resident_bytes() - before, int64_t{100} << 20);
+}
+
 /// As partial results are merged: a query whose keys are all elsewhere has no log-sum-exp here.
 TEST(AttentionInBlocks, OfAQueryThatSawNoKeyAreZero) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     AttentionInputs in({1, 2, 2, 20, 30, 16}, dtype, false);
-    if (!attends_in_blocks(in.q, in.k, 0, {})) GTEST_SKIP();
+    if (!multiplies_blocks(in.q)) GTEST_SKIP();
     in.log_sum_exp = in.log_sum_exp.clone();
     in.log_sum_exp.select(2, 3).fill_(-std::numeric_limits<float>::infinity());
     const Tensors got = in.in_blocks();
@@ -134,7 +163,7 @@ TEST(AttentionInBlocks, OfAQueryThatSawNoKeyAreZero) {
 /// The gradient of a sum is one number for all elements, that of a mean over tokens one row; and a program's scale is its own.
 TEST(AttentionInBlocks, TakeExpandedGradientsAndAScale) {
   AttentionInputs in({2, 2, 1, 70, 70, 16}, at::kFloat, true);
-  if (!attends_in_blocks(in.q, in.k, 0, {})) GTEST_SKIP();
+  if (!multiplies_blocks(in.q)) GTEST_SKIP();
   for (const at::Tensor& dy : {at::ones({1, 1, 1, 1}).expand(in.q.sizes()), random({2, 2, 1, 16}, at::kFloat, 5).expand(in.q.sizes())}) {
     const auto got = AttentionInputs::all(attention_backward_in_blocks(dy, in.q, in.k, in.v, in.y, in.log_sum_exp, true, 0.3));
     const auto want = AttentionInputs::all(attention_backward_in_blocks(dy.contiguous(), in.q, in.k, in.v, in.y, in.log_sum_exp, true, 0.3));

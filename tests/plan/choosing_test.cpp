@@ -14,6 +14,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/core/format.h"
+#include "tessera/kernels/attention_blocks.h"
 #include "tessera/kernels/products.h"
 #include "tessera/plan/curves.h"
 #include "tessera/plan/device.h"
@@ -43,6 +44,7 @@ Config page_model(Texts sets) {
 
 DryRun dry_run_of(const Chosen& chosen, const Machine& machine) {
   const kernels::Bf16ProductsGuard multiplies(/*native=*/true);
+  const kernels::AcceleratorAttention attention;
   Texts sets = chosen.sets;
   sets.push_back("batch.global_size=" + std::to_string(chosen.batch));
   sets.push_back("batch.micro_size=" + std::to_string(std::gcd(chosen.batch, chosen.micro)));
@@ -249,6 +251,7 @@ TEST(Choosing, LayoutsAreDryRuns) {
 
 TEST(Choosing, PicturesAreDryRuns) {
   const kernels::Bf16ProductsGuard multiplies(/*native=*/true);
+  const kernels::AcceleratorAttention attention;
   for (const auto& [name, world] : {std::pair("memory", 512), std::pair("latency", 8), std::pair("batch", 8), std::pair("traffic", 8)}) {
     Config config = page_model({});
     config.run.memory_limit_bytes = 80'000'000'000;

@@ -124,12 +124,14 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunOfAMixtureOverDocuments) {
   }
 }
 
-/// Windows are taken for one document each, while packing deals columns a little unevenly.
+/// Windows are taken for one document each, while packing deals columns a little unevenly. On one thread: of several, each of which works on a head with memory
+/// of its own, a document alone keeps fewer busy than the windows of a plan.
 TEST_F(DryRunTest, PackedDocumentsOverRanksTakeNoMoreThanThePlan) {
   for (const std::vector<std::string>& sets :
        {std::vector<std::string>{"mesh.cp=2"}, {"mesh.cp=3", "context.method=all_gather"}, {"mesh.cp=2", "context.method=ulysses"}}) {
     SCOPED_TRACE(::testing::PrintToString(sets));
-    std::vector<std::string> all{write_lines(), "data.documents=lines", "data.seq_len=64", "batch.global_size=4", "batch.micro_size=2", "run.steps=4"};
+    std::vector<std::string> all{write_lines(),        "data.documents=lines", "data.seq_len=64", "batch.global_size=4",
+                                 "batch.micro_size=2", "run.steps=4",          "run.threads=1"};
     all.insert(all.end(), sets.begin(), sets.end());
     const Config packed = config("llama", all);
     const int ranks = sets.front() == "mesh.cp=3" ? 3 : 2;
@@ -437,6 +439,31 @@ TEST_F(DryRunTest, RecomputationCountsInHardwareFlopsAlone) {
   EXPECT_EQ(again.hardware_flops - plain.hardware_flops, 2.0 * 14 * 16 * 2 * 24 * 40);
   EXPECT_EQ(again.recomputed_flops, again.hardware_flops - plain.hardware_flops);
   EXPECT_EQ(plain.recomputed_flops, 0);
+}
+
+/// As those of metrics.jsonl, also where an optimizer updates, or a hook compresses, in the midst of the passes.
+TEST_F(DryRunTest, HardwareFlopsAreThoseOfThePassesAsARunCountsThem) {
+  struct Case {
+    int world;
+    std::vector<std::string> sets;
+    bool beside;
+  };
+  for (const Case& one : std::vector<Case>{{1, {"optim.name=adamw"}, false},
+                                           {1, {"optim.name=muon"}, true},
+                                           {2, {"optim.name=muon", "offload.optimizer=host"}, true},
+                                           {2, {"comm.compression=powersgd", "comm.powersgd_rank=2", "comm.powersgd_start=0"}, true},
+                                           {2, {"optim.name=muon", "mesh.pp=2", "pipeline.schedule=pipedream", "optim.max_grad_norm=0"}, true}}) {
+    std::vector<std::string> sets = one.sets;
+    sets.emplace_back("run.steps=3");
+    const Config settings = config("llama", sets);
+    double passes = 0, beside = 0;
+    for (const auto& ranks : plan::dry_run(settings, one.world).ranks) {
+      passes += static_cast<double>(ranks.count) * ranks.hardware_flops;
+      beside += static_cast<double>(ranks.count) * ranks.flops_beside;
+    }
+    EXPECT_EQ(passes, train(settings, one.world).steps.back().flops.run) << one.sets.front();
+    EXPECT_EQ(beside > 0, one.beside) << one.sets.front();
+  }
 }
 
 TEST_F(DryRunTest, ModelFlopsOfAllRanksAreThoseOfTheStep) {

@@ -70,13 +70,17 @@ TEST_F(RankClassesTest, PartsOfASequenceAreOneClassWhereTheirShapesAre) {
     }
     return found.size();
   };
-  // The last rank's two parts lie beside each other, and are one tile.
-  EXPECT_EQ(classes(4, {"data.seq_len=64"}), 2U);
-  EXPECT_EQ(classes(8, {"data.seq_len=64", "context.method=all_gather"}), 2U);
+  EXPECT_EQ(classes(4, {"data.seq_len=64"}), 4U) << "the same tiles, each in an order of its own, beside other messages";
+  EXPECT_EQ(classes(8, {"data.seq_len=64", "context.method=all_gather"}), 8U) << "a tile of all keys that a part sees";
   EXPECT_EQ(classes(4, {"data.seq_len=64", "context.method=ulysses"}), 1U);
   EXPECT_EQ(classes(3, {"data.seq_len=36", "context.balance=contiguous"}), 3U) << "later ranks see more keys";
   EXPECT_EQ(classes(4, {"data.seq_len=64", "model.sliding_window=9"}), 2U) << "one part each, and none before the first";
   EXPECT_EQ(classes(3, {"data.seq_len=35", "context.method=ulysses"}), 3U) << "4 heads over 3 ranks";
+  // Of many ranks those that meet the same tiles stand for each other; the last one's two parts lie beside each other, and are one tile.
+  for (const std::string method : {"ring", "all_gather"}) {
+    const Config many = config("llama", {"mesh.cp=16", "data.seq_len=64", "batch.micro_size=1", "batch.global_size=1", "context.method=" + method});
+    EXPECT_EQ(plan::rank_classes(many, 16).size(), 2U);
+  }
 }
 
 /// What is taken for granted of large worlds, shown of small ones, where each rank is run.

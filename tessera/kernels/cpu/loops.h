@@ -234,18 +234,18 @@ struct RoundRows {
   int64_t to_stride, rows, columns;
 };
 
-/// A block of attention in its backward pass, a key a row: p = exp(score * scale - log_sum_exp), its gradient p * (d_p - delta) * scale. Rows of `width` numbers,
-/// a multiple of 16; queries that do not exist have an infinite log-sum-exp.
+/// A block of attention in its backward pass, a key a row: p = exp(score * scale - log_sum_exp), its gradient p * (d_p - delta) * scale. Rows of `width`
+/// numbers, a multiple of 16; queries that do not exist have an infinite log-sum-exp.
 struct AttentionGradient {
   Type type;
-  const float *scores, *d_probabilities;  ///< [keys, width]
+  const float *scores, *d_probabilities;  ///< [rows, width]
   const float *log_sum_exp, *delta;       ///< [width]
   float scale;
-  int64_t keys, width;
-  int64_t first;        ///< the first query that sees key 0; each key is seen by one less than the one before. Without a mask: -keys
-  void* probabilities;  ///< [keys, width] of `type`
-  void* gradient;       ///< the same, where it is narrower than a word
-  void* words;          ///< the gradient as what is multiplied from the right
+  int64_t keys, rows, width;  ///< rows behind the keys, an even number in all, become zeros
+  int64_t first;              ///< the first query that sees key 0; each key is seen by one less than the one before. Without a mask: -rows
+  void* probabilities;        ///< [rows, width] of `type`
+  void* gradient;             ///< the same, where it is narrower than a word
+  void* words;                ///< the gradient as what is multiplied from the right
 };
 
 struct DotRows {

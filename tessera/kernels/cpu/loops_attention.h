@@ -33,16 +33,19 @@ void attention_gradient_block(const AttentionGradient& args) {
   constexpr int64_t kRows = kPerWord<T>;
   T* probabilities = static_cast<T*>(args.probabilities);
   T* gradient = static_cast<T*>(args.gradient);
-  for (int64_t key = 0; key < args.keys; key += kRows) {
+  for (int64_t key = 0; key < args.rows; key += kRows) {
     uint32_t* words = static_cast<uint32_t*>(args.words) + key / kRows * args.width;
     for (int64_t query = 0; query < args.width; query += kLanes) {
       const Floats lse = load(args.log_sum_exp + query, AllLanes{}), delta = load(args.delta + query, AllLanes{});
       Floats pair[kRows] = {};
-      for (int64_t row = 0; row < kRows && key + row < args.keys; ++row) {
+      for (int64_t row = 0; row < kRows; ++row) {
         const int64_t at = (key + row) * args.width + query;
-        const Ints seen = sees(query, args.first + key + row);
-        const Floats p = select(seen, exp(load(args.scores + at, AllLanes{}) * args.scale - lse), Floats{});
-        pair[row] = select(seen, p * (load(args.d_probabilities + at, AllLanes{}) - delta) * args.scale, Floats{});
+        Floats p = {};
+        if (key + row < args.keys) {
+          const Ints seen = sees(query, args.first + key + row);
+          p = select(seen, exp(load(args.scores + at, AllLanes{}) * args.scale - lse), Floats{});
+          pair[row] = select(seen, p * (load(args.d_probabilities + at, AllLanes{}) - delta) * args.scale, Floats{});
+        }
         store(probabilities + at, p, AllLanes{});
         if (sizeof(T) == 2) store(gradient + at, pair[row], AllLanes{});
       }

@@ -6,11 +6,11 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "tessera/kernels/cuda/grid.h"
+
 /// Shared by the CUDA kernels. They are written to be right and plain: a block per row, sums in fp32 (double where a row is long), every order of summation
 /// fixed by the sizes.
 namespace tessera::kernels::cuda {
-
-constexpr int kThreads = 256;
 
 /// f(T{}) with T float or at::BFloat16.
 template <class F>
@@ -28,8 +28,6 @@ void with_types(at::ScalarType a, at::ScalarType b, at::ScalarType c, F&& f) {
   with_type(a, [&](auto x) { with_type(b, [&](auto y) { with_type(c, [&](auto z) { f(x, y, z); }); }); });
 }
 
-inline unsigned blocks_for(int64_t elements) { return static_cast<unsigned>((elements + kThreads - 1) / kThreads); }
-
 template <class T>
 __device__ float load(const T* from, int64_t i) {
   return static_cast<float>(from[i]);
@@ -38,6 +36,10 @@ template <class T>
 __device__ void store(T* to, int64_t i, float value) {
   to[i] = static_cast<T>(value);
 }
+
+/// In a grid_of_columns: this thread's column, and the first of this block's rows.
+inline __device__ int64_t own_column() { return static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x; }
+inline __device__ int64_t first_row() { return static_cast<int64_t>(blockIdx.x) * kRmsNormBlock; }
 
 /// to[column] <- sum over blocks, in order, of from[block * width + column].
 template <class W>

@@ -38,20 +38,21 @@ __global__ void dx_kernel(X* dx, const G* grad, const X* x, const W* weight, con
     store(dx, first + i, rstd * (load(grad, first + i) * load(weight, i) - shift - (load(x, first + i) - mean) * rstd * along));
 }
 
-/// Thread = column, blockIdx.y = block of rows.
+/// In a grid_of_columns.
 template <class G, class X>
 __global__ void partial_kernel(float* partial, const G* grad, const X* x, const float* means, const float* rstds, int64_t rows, int64_t dim) {
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t column = own_column();
   if (column >= dim) return;
-  const int64_t first = static_cast<int64_t>(blockIdx.y) * kRmsNormBlock, last = min(first + kRmsNormBlock, rows);
+  const int64_t first = first_row(), last = min(first + kRmsNormBlock, rows);
   float of_weight = 0, of_bias = 0;
   for (int64_t row = first; row < last; ++row) {
     const float given = load(grad, row * dim + column);
     of_weight += given * (load(x, row * dim + column) - means[row]) * rstds[row];
     of_bias += given;
   }
-  partial[blockIdx.y * 2 * dim + column] = of_weight;
-  partial[(blockIdx.y * 2 + 1) * dim + column] = of_bias;
+  float* const own = partial + blockIdx.x * 2 * dim;
+  own[column] = of_weight;
+  own[dim + column] = of_bias;
 }
 
 void forward(const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& sum, const at::Tensor& input, const at::Tensor& added,
@@ -83,8 +84,9 @@ void backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor
       dx_kernel<<<rows, kThreads, 0, stream>>>(dx.data_ptr<X>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(), weight.const_data_ptr<W>(), means, rstds,
                                                dim);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
-      partial_kernel<<<dim3(blocks_for(dim), blocks), kThreads, 0, stream>>>(partial.data_ptr<float>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(), means,
-                                                                             rstds, rows, dim);
+      const Grid grid = grid_of_columns(rows, dim);
+      partial_kernel<<<dim3(grid.x, grid.y), kThreads, 0, stream>>>(partial.data_ptr<float>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(), means, rstds,
+                                                                    rows, dim);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
     const float* const sums = partial.const_data_ptr<float>();

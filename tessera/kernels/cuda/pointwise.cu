@@ -35,13 +35,13 @@ __global__ void bias_activation_kernel(int64_t n, X* out, const X* x, const B* b
   store(out, i, value * sigmoid(argument(value, activation)));
 }
 
-/// A thread per column, blockIdx.y a block of rows.
+/// In a grid_of_columns.
 template <class X, class B>
 __global__ void bias_activation_backward_kernel(X* dx, float* partial, const X* grad, const X* x, const B* bias, int64_t rows, int64_t dim,
                                                 Activation activation) {
-  const int64_t column = element();
+  const int64_t column = own_column();
   if (column >= dim) return;
-  const int64_t first = static_cast<int64_t>(blockIdx.y) * kRmsNormBlock, last = min(first + kRmsNormBlock, rows);
+  const int64_t first = first_row(), last = min(first + kRmsNormBlock, rows);
   float sum = 0;
   for (int64_t row = first; row < last; ++row) {
     const int64_t i = row * dim + column;
@@ -50,7 +50,7 @@ __global__ void bias_activation_backward_kernel(X* dx, float* partial, const X* 
     store(dx, i, gradient);
     sum += gradient;
   }
-  partial[blockIdx.y * dim + column] = sum;
+  partial[blockIdx.x * dim + column] = sum;
 }
 
 /// A thread per column goes through the tokens in order, so that rows that several look up have one sum.
@@ -170,8 +170,9 @@ void bias_activation_backward(const at::Tensor& dx, const at::Tensor& d_bias, co
       using X = decltype(a);
       using B = decltype(b);
       if (rows > 0) {
-        bias_activation_backward_kernel<<<dim3(blocks_for(dim), blocks), kThreads, 0, stream>>>(
-            dx.data_ptr<X>(), partial.data_ptr<float>(), grad.const_data_ptr<X>(), x.const_data_ptr<X>(), bias.const_data_ptr<B>(), rows, dim, activation);
+        const Grid grid = grid_of_columns(rows, dim);
+        bias_activation_backward_kernel<<<dim3(grid.x, grid.y), kThreads, 0, stream>>>(dx.data_ptr<X>(), partial.data_ptr<float>(), grad.const_data_ptr<X>(),
+                                                                                       x.const_data_ptr<X>(), bias.const_data_ptr<B>(), rows, dim, activation);
         C10_CUDA_KERNEL_LAUNCH_CHECK();
       }
       sum_blocks_kernel<<<blocks_for(dim), kThreads, 0, stream>>>(d_bias.data_ptr<B>(), partial.const_data_ptr<float>(), blocks, dim, dim);

@@ -29,15 +29,15 @@ __global__ void dx_kernel(X* dx, const G* grad, const X* x, const W* weight, con
     store(dx, first + i, scale * (load(grad, first + i) * load(weight, i) - load(x, first + i) * scale * mean));
 }
 
-/// Thread = column, blockIdx.y = block of rows.
+/// In a grid_of_columns.
 template <class G, class X>
 __global__ void partial_kernel(float* partial, const G* grad, const X* x, const float* rstd, int64_t rows, int64_t dim) {
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t column = own_column();
   if (column >= dim) return;
-  const int64_t first = blockIdx.y * kRmsNormBlock, last = min(first + kRmsNormBlock, rows);
+  const int64_t first = first_row(), last = min(first + kRmsNormBlock, rows);
   float sum = 0;
   for (int64_t row = first; row < last; ++row) sum += load(grad, row * dim + column) * load(x, row * dim + column) * rstd[row];
-  partial[blockIdx.y * dim + column] = sum;
+  partial[blockIdx.x * dim + column] = sum;
 }
 
 void forward(const at::Tensor& out, const at::Tensor& rstd, const at::Tensor& sum, const at::Tensor& input, const at::Tensor& added, const at::Tensor& weight,
@@ -67,8 +67,9 @@ void backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor
       dx_kernel<<<rows, kThreads, 0, stream>>>(dx.data_ptr<X>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(), weight.const_data_ptr<W>(),
                                                rstd.const_data_ptr<float>(), dim);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
-      partial_kernel<<<dim3(blocks_for(dim), blocks), kThreads, 0, stream>>>(partial.data_ptr<float>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(),
-                                                                             rstd.const_data_ptr<float>(), rows, dim);
+      const Grid grid = grid_of_columns(rows, dim);
+      partial_kernel<<<dim3(grid.x, grid.y), kThreads, 0, stream>>>(partial.data_ptr<float>(), grad.const_data_ptr<G>(), x.const_data_ptr<X>(),
+                                                                    rstd.const_data_ptr<float>(), rows, dim);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     }
     sum_blocks_kernel<<<blocks_for(dim), kThreads, 0, stream>>>(d_weight.data_ptr<W>(), partial.const_data_ptr<float>(), blocks, dim, dim);

@@ -68,7 +68,7 @@ std::tuple<at::Tensor, at::Tensor> flash_attention(const at::Tensor& q, const at
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                                         const at::Tensor& y, const at::Tensor& log_sum_exp, double dropout, bool causal,
                                                                         const std::optional<at::Tensor>& mask, std::optional<double> scale) {
-  if (attends_in_blocks(q, k, dropout, mask)) return attention_backward_in_blocks(grad, q, k, v, y, log_sum_exp, causal, scale);
+  if (attends_in_blocks(grad, q, k, v, y, log_sum_exp, dropout, mask)) return attention_backward_in_blocks(grad, q, k, v, y, log_sum_exp, causal, scale);
   const FlashPlan plan(q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), q.scalar_type());
   const auto wide = q.options().dtype(at::toOpMathType(q.scalar_type()));
   const auto like = [](const at::Tensor& x) { return at::empty(x.transpose(1, 2).sizes(), x.options()); };
