@@ -90,7 +90,9 @@ int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // then a write beyond `ulimit -f` fails as on a full disk, and whoever writes says so
   if (!is_a_rank()) {
     for (const int signal : {SIGINT, SIGTERM}) std::signal(signal, end_here);
-    if (std::signal(SIGHUP, end_here) == SIG_IGN) std::signal(SIGHUP, SIG_IGN);  // nohup means what it says
+    struct sigaction hangup{};
+    sigaction(SIGHUP, nullptr, &hangup);
+    if (hangup.sa_handler != SIG_IGN) std::signal(SIGHUP, end_here);  // nohup means what it says, at every moment
   }
   char folder[PATH_MAX];
   if (getcwd(folder, sizeof folder) == nullptr) {  // which libraries of libtorch do not survive

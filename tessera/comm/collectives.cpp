@@ -12,6 +12,7 @@
 #include "tessera/comm/exposed_time.h"
 #include "tessera/comm/failure.h"
 #include "tessera/comm/leave_in_order.h"
+#include "tessera/comm/tags.h"
 #include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
 #include "tessera/core/events.h"
@@ -198,6 +199,11 @@ void check_peer(const char* op, const Group& group, int peer) {
   invariant(peer >= 0 && peer < group.size(), op, " of group ", group.name(), ": rank ", peer, " is not one of its ", group.size());
 }
 
+void check_tag(const char* op, const Group& group, int tag) {
+  invariant(tag >= 0 && tag < kEndOfTags, op, " of group ", group.name(), ": tag ", tag, " is not one of 0 to ", kEndOfTags - 1,
+            "; those above are of the messages of which collectives are made");
+}
+
 // A group of one: a copy, and nothing to wait for.
 Pending at_once(const at::Tensor& out, const at::Tensor& in, const std::function<void()>& finish = {}) {
   const at::NoGradGuard no_grad;
@@ -376,6 +382,7 @@ Pending scatter_async(const Group& group, const at::Tensor& out, const at::Tenso
 Pending send_async(const Group& group, const at::Tensor& tensor, int dst, int tag) {
   check_input("send", group, tensor);
   check_peer("send", group, dst);
+  check_tag("send", group, tag);
   invariant(dst != group.rank(), "send of group ", group.name(), ": rank ", dst, " sends to itself");
   return start(group, {.op = Operation::Send, .inputs = {packed(tensor)}, .peer = dst, .tag = tag});
 }
@@ -383,6 +390,7 @@ Pending send_async(const Group& group, const at::Tensor& tensor, int dst, int ta
 Pending recv_async(const Group& group, const at::Tensor& tensor, int src, int tag) {
   check_output("recv", group, tensor);
   check_peer("recv", group, src);
+  check_tag("recv", group, tag);
   invariant(src != group.rank(), "recv of group ", group.name(), ": rank ", src, " receives from itself");
   return start(group, {.op = Operation::Recv, .outputs = {tensor.detach()}, .peer = src, .tag = tag});
 }

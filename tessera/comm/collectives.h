@@ -112,7 +112,8 @@ void gather(const Group& group, const at::Tensor& out, const at::Tensor& in, int
 void scatter(const Group& group, const at::Tensor& out, const at::Tensor& in, int root = 0);
 [[nodiscard]] Pending scatter_async(const Group& group, const at::Tensor& out, const at::Tensor& in, int root = 0);
 
-/// One tensor to rank `dst`, which must call recv with the same tag, shape and dtype. Sends S. A rank cannot send to itself.
+/// One tensor to rank `dst`, which must call recv with the same tag, shape and dtype. Tags are 0 to 4194303; an MPI may end sooner, not below 32767, and its
+/// engine refuses those above by ConfigError. Sends S. A rank cannot send to itself. Messages stand in no order with collectives, and no collective takes one.
 void send(const Group& group, const at::Tensor& tensor, int dst, int tag = 0);
 [[nodiscard]] Pending send_async(const Group& group, const at::Tensor& tensor, int dst, int tag = 0);
 

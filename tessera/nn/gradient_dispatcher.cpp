@@ -203,6 +203,7 @@ void GradientDispatcher::expect(int count) { state_->outstanding += count; }
 at::Tensor GradientDispatcher::parameter() const { return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(parameter_)); }
 
 void GradientDispatcher::deliver(const at::Tensor& gradient) {
+  if (state_->outstanding > 0) --state_->outstanding;  // whatever becomes of it
   const at::Tensor parameter = this->parameter();
   invariant(gradient.sizes() == parameter.sizes(), "a gradient of shape ", gradient.sizes(), " was delivered to a parameter of shape ", parameter.sizes());
   {
@@ -217,7 +218,6 @@ void GradientDispatcher::deliver(const at::Tensor& gradient) {
       grad = arriving[0];
     }
   }
-  if (state_->outstanding > 0) --state_->outstanding;
   accumulated(parameter);
 }
 

@@ -164,10 +164,14 @@ void WeightGradients::leave(const at::Tensor& parameter, std::function<at::Tenso
 void WeightGradients::compute() {
   const at::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Gradients);
-  for (Left& left : std::exchange(left_, {})) {
-    const GradientSource source(left.source);
-    GradientDispatcher::of(left.parameter).deliver(left.gradient());
-    left.gradient = nullptr;  // what it was made of goes at once
+  WeightGradients at_hand;  // where one fails the step is given up, and with this what it and those behind it have promised
+  at_hand.left_ = std::exchange(left_, {});
+  std::ranges::reverse(at_hand.left_);
+  while (!at_hand.left_.empty()) {
+    const GradientSource source(at_hand.left_.back().source);
+    const at::Tensor gradient = at_hand.left_.back().gradient(), parameter = at_hand.left_.back().parameter;
+    at_hand.left_.pop_back();  // what it was made of goes at once
+    GradientDispatcher::of(parameter).deliver(gradient);
   }
 }
 

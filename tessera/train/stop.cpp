@@ -66,4 +66,12 @@ StopSignals::~StopSignals() {
 
 int StopSignals::received() const { return first_signal; }
 
+void StopSignals::leave_ignored(int signal) {
+  for (Saved& saved : before_) {
+    if (saved.signal != signal) continue;
+    saved.action = {};
+    saved.action.sa_handler = SIG_IGN;
+  }
+}
+
 }  // namespace tessera

@@ -21,6 +21,9 @@ class StopSignals {
   /// The first signal that came since this object was made; 0 if none did.
   int received() const;
 
+  /// `signal`, one of these, is ignored as soon as this object goes, with no moment between; else it does then what it did before.
+  void leave_ignored(int signal);
+
  private:
   struct Saved {
     int signal;

@@ -295,6 +295,9 @@ TEST(CollectivesRefuse, WhatTheyCannotWriteOrDeal) {
               HasSubstr("splits [3, 2] do not deal 4 rows"));
   EXPECT_THAT(refusal([](const Group& group) { broadcast(group, at::zeros({4}), 2); }), HasSubstr("rank 2 is not one of its 2"));
   EXPECT_THAT(refusal([](const Group& group) { send(group, at::zeros({4}), group.rank()); }), HasSubstr("sends to itself"));
+  EXPECT_THAT(refusal([](const Group& group) { send(group, at::zeros({4}), 1 - group.rank(), 4194304); }),
+              HasSubstr("send of group world: tag 4194304 is not one of 0 to 4194303; those above are of the messages of which collectives are made"));
+  EXPECT_THAT(refusal([](const Group& group) { recv(group, at::zeros({4}), 1 - group.rank(), -1); }), HasSubstr("recv of group world: tag -1 is not one of"));
   EXPECT_THAT(refusal([](const Group& group) { all_gather_uneven(group, {at::zeros({1})}, at::zeros({1})); }), HasSubstr("gets 1 tensors"));
 }
 

@@ -1,10 +1,16 @@
+#include <atomic>
+#include <memory>
+#include <set>
+
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "tessera/comm/backends/factory.h"
+#include "tessera/comm/backends/mpi/plugin/lane.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/engine.h"
+#include "tessera/comm/tags.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
 #include "tests/comm/mpirun.h"
@@ -117,6 +123,79 @@ TEST(Mpi, EveryCollectiveInTheWorldAndInGroups) {
   });
 }
 
+TEST(MpiLanes, NoTagIsAboveWhatMpiTakes) {
+  const auto lane = [](int tag, int most) { return mpi::lane_of({.op = Operation::Send, .peer = 1, .tag = tag}, "pp", most); };
+  for (const int tag : {0, 1, 2, 100}) {
+    EXPECT_FALSE(lane(tag, 100).of_collectives);
+    EXPECT_EQ(lane(tag, 100).tag, tag);
+  }
+  const auto plan = lane(kPlanTag, 32767), hand_on = lane(kHandOnTag, 32767);
+  EXPECT_TRUE(plan.of_collectives && hand_on.of_collectives);
+  const std::set<int> apart{mpi::kRootedTag, plan.tag, hand_on.tag};
+  EXPECT_EQ(apart.size(), 3);
+  EXPECT_GE(*apart.begin(), 0);
+  EXPECT_LE(*apart.rbegin(), 32767);
+  try {
+    lane(101, 100);
+    FAIL() << "taken";
+  } catch (const ConfigError& error) {
+    EXPECT_STREQ(
+        error.what(),
+        "comm.backend = mpi: send to rank 1 of group pp: tag 101 is above 100, the largest that this MPI takes (MPI_TAG_UB); take fewer micro-batches where "
+        "stages of a pipeline send, or set comm.backend = auto");
+  }
+}
+
+// Collectives made of messages, by a plan and by the engine, beside a caller's messages under the same numbers: none is taken for another.
+void check_small_tags(const Group& group) {
+  const int n = group.size(), rank = group.rank(), next = (rank + 1) % n, previous = (rank + n - 1) % n;
+  std::vector<at::Tensor> came;
+  std::vector<Pending> pending;
+  for (const int tag : {0, 1, 2, 32767}) {
+    came.push_back(at::zeros({4}));
+    pending.push_back(recv_async(group, came.back(), previous, tag));
+  }
+  auto sum = values(rank, {n, 4});
+  all_reduce(group, sum);
+  expect_equal(sum, sum_over(n, {n, 4}));
+  const auto whole = at::empty({n, 4});
+  gather(group, rank == 0 ? whole : at::Tensor(), values(rank, {1, 4}), 0);
+  for (int other = 0; rank == 0 && other < n; ++other) expect_equal(whole.narrow(0, other, 1), values(other, {1, 4}));
+  const auto handed = at::zeros({4});
+  const auto coming = group.engine()->start({.op = Operation::Recv, .outputs = {handed}, .peer = previous, .tag = kHandOnTag});
+  group.engine()->start({.op = Operation::Send, .inputs = {at::full({4}, -1.0f)}, .peer = next, .tag = kHandOnTag})->wait();
+  coming->wait();
+  expect_equal(handed, at::full({4}, -1.0f));
+  for (const int tag : {0, 1, 2, 32767}) send(group, at::full({4}, float(tag)), next, tag);
+  for (auto& one : pending) one.wait();
+  for (size_t i = 0; const int tag : {0, 1, 2, 32767}) expect_equal(came[i++], at::full({4}, float(tag)));
+}
+
+TEST(Mpi, WhatCollectivesSendNeedsNoLargeTags) {
+  if (is_copy()) {
+    auto world = World::from_environment({.backend = "mpi", .timeout = 20s, .algorithm = "ring"});
+    world.guard([&] {
+      const auto group = world.group();
+      check_small_tags(group);
+      for (const bool sends : {true, false}) {
+        try {
+          const auto tensor = at::zeros({4});
+          sends ? send(group, tensor, 1 - group.rank(), 32768) : recv(group, tensor, 1 - group.rank(), 4194303);
+          ADD_FAILURE() << "taken";
+        } catch (const ConfigError& error) {
+          EXPECT_THAT(error.what(),
+                      HasSubstr(sends ? ": tag 32768 is above 32767, the largest that this MPI takes (MPI_TAG_UB)" : ": tag 4194303 is above 32767,"));
+        }
+      }
+      check_small_tags(group);  // a refusal leaves the group whole
+    });
+    return;
+  }
+  if (lacks_mpi()) GTEST_SKIP() << "no MPI";
+  const auto finished = run_mpirun(2, "Mpi.WhatCollectivesSendNeedsNoLargeTags", least_mpi());
+  EXPECT_EQ(finished.exit_code, 0) << finished.output;
+}
+
 TEST(Mpi, AFailingRankEndsTheOthersWaits) {
   const std::string name = "Mpi.AFailingRankEndsTheOthersWaits";
   if (is_copy()) {
@@ -165,6 +244,40 @@ TEST(Mpi, ATimeoutIsAnErrorAndTheEndIsNotWaitedFor) {
   const auto finished = run_mpirun(2, "Mpi.ATimeoutIsAnErrorAndTheEndIsNotWaitedFor");
   EXPECT_THAT(finished.output, HasSubstr("SOON timed out after 300 ms"));
   EXPECT_LT(std::chrono::steady_clock::now() - start, 25s) << finished.output;
+}
+
+// A gather whose second receive cannot be asked for: what the first one brings comes all the same, into memory that is still its own.
+TEST(Mpi, ACallThatFailsKeepsWhatItHasBegun) {
+  if (is_copy()) {
+    auto world = World::from_environment({.backend = "mpi", .timeout = 20s});
+    const auto group = world.group();
+    const auto part = at::full({4}, 7.0f), token = at::zeros({1});
+    if (world.rank() == 1) {
+      recv(group, token, 0);
+      gather(group, {}, part, 0);
+      send(group, token, 0);
+    }
+    if (world.rank() != 0) return;
+    auto* const memory = new std::vector<float>(4, -1.0f);  // for as long as whoever keeps it
+    const auto freed = std::make_shared<std::atomic<bool>>(false);
+    auto whole = at::from_blob(memory->data(), {4}, [freed](void*) { *freed = true; });
+    const auto larger_than_mpi_counts = at::from_blob(memory->data(), {int64_t{1} << 31}, at::kByte);
+    std::string said = "nothing failed";
+    try {
+      const Call call{.op = Operation::Gather, .inputs = {part}, .outputs = {part.clone(), std::move(whole), larger_than_mpi_counts}, .peer = 0};
+      group.engine()->start(call);
+    } catch (const std::exception& error) {
+      said = error.what();
+    }
+    const bool kept = !*freed;
+    send(group, token, 1);
+    recv(group, token, 1);
+    std::fprintf(stderr, "%s %g: %s\n", kept && !*freed ? "KEPT" : "FREED", memory->front(), said.c_str());
+    return;
+  }
+  if (lacks_mpi()) GTEST_SKIP() << "no MPI";
+  const auto finished = run_mpirun(3, "Mpi.ACallThatFailsKeepsWhatItHasBegun");
+  EXPECT_THAT(finished.output, HasSubstr("KEPT 7: MPI moves at most 2147483647 elements"));
 }
 
 TEST(Mpi, AutoLearnsTheAddressThroughIt) {

@@ -21,13 +21,22 @@ struct Finished {
   std::string output;
 };
 
-/// The test's name again under mpirun.
-inline Finished run_mpirun(int n, const std::string& test) {
+inline std::string own_path() {
   char self[4096] = {};
-  if (::readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) return {};
+  return ::readlink("/proc/self/exe", self, sizeof(self) - 1) < 0 ? std::string() : std::string(self);
+}
+
+/// What run_mpirun takes for ranks whose MPI has no tag above 32767 (tests/support/least_mpi.cpp).
+inline std::string least_mpi() {
+  const auto programs = own_path().substr(0, own_path().rfind('/'));
+  return "-x LD_PRELOAD='" + programs.substr(0, programs.rfind('/')) + "/lib/libtessera_least_mpi.so'";
+}
+
+/// The test's name again under mpirun.
+inline Finished run_mpirun(int n, const std::string& test, const std::string& options = {}) {
   const auto command = tessera::detail::concat(
-      "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMP_NUM_THREADS=1 timeout -s KILL 60 mpirun -n ", n, " '",
-      self, "' --gtest_filter=", test, " 2>&1");
+      "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMP_NUM_THREADS=1 timeout -s KILL 60 mpirun -n ", n, " ",
+      options, " '", own_path(), "' --gtest_filter=", test, " 2>&1");
   Finished finished;
   FILE* pipe = ::popen(command.c_str(), "r");
   if (!pipe) return finished;

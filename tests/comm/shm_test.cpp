@@ -1,11 +1,14 @@
 // What the shared-memory engine promises beyond what collectives_test.cpp asks of every engine.
 #include <atomic>
+#include <fstream>
 #include <thread>
 #include <vector>
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/engine.h"
@@ -307,6 +310,32 @@ TEST(ShmEmpty, IsSharedAmongProcessesAndCounted) {
 
 TEST(ShmProcesses, ReduceAsThreadsDo) {
   run_rank_processes(3, "ShmProcesses.ReduceAsThreadsDo", [](World& world) { expect_reductions(world, {1, 1000, 70001 * 3}); }, 60, "shm");
+}
+
+/// Rank 1 has addresses for memory of its own, and none for that of others.
+TEST(ShmProcesses, StageTogetherWhereOneCannotMapTheOthers) {
+  run_rank_processes(
+      3, "ShmProcesses.StageTogetherWhereOneCannotMapTheOthers",
+      [](World& world) {
+        if (world.rank() == 1) {
+          rlim_t pages = 0;
+          std::ifstream("/proc/self/statm") >> pages;
+          const auto page = static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)), memory = static_cast<rlim_t>(::sysconf(_SC_PHYS_PAGES)) * page;
+          const rlimit limit{pages * page + memory / 2, RLIM_INFINITY};
+          ASSERT_EQ(::setrlimit(RLIMIT_AS, &limit), 0);
+        }
+        const auto group = world.group();
+        for (int i = 0; i < 3; ++i) {
+          auto buffer = empty(group, {300, 1001});
+          buffer.copy_(ramp(world.rank(), 300 * 1001, at::kFloat).view({300, 1001}));
+          all_reduce(group, buffer);
+          EXPECT_TRUE(same_bits(buffer, reference(3, 300 * 1001, at::kFloat, Op::Sum).view({300, 1001})));
+          auto dealt = at::empty({300, 1001});
+          all_to_all(group, dealt, buffer.fill_(float(world.rank())));
+          for (int rank = 0; rank < 3; ++rank) EXPECT_TRUE(dealt.narrow(0, 100 * rank, 100).eq(rank).all().item<bool>());
+        }
+      },
+      60, "shm");
 }
 
 TEST(ShmEmpty, IsPlainMemoryAmongThreads) {

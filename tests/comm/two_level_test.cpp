@@ -222,6 +222,34 @@ TEST_P(TwoLevel, MessagesBesideCollectives) {
   });
 }
 
+// Posted before a reduce or sent before it: a message goes to whom it was meant for, and a root gets its sum.
+TEST_P(TwoLevel, AReduceTakesNoMessageOfTheProgram) {
+  const int n = size();
+  run([n](World& world) {
+    const auto group = world.group();
+    const int rank = world.rank();
+    for (int root = 0; root < n; ++root) {
+      for (int sender = 0; sender < n; ++sender) {
+        if (sender == root) continue;
+        for (const bool sent_first : {false, true}) {
+          const auto message = at::full({5, 3}, 100.0f + float(sender)), got = at::zeros({5, 3}), sum = values(rank, {5, 3});
+          Pending sent, coming;
+          if (rank == sender && sent_first) sent = send_async(group, message, root);
+          if (rank == root && !sent_first) coming = recv_async(group, got, sender);
+          reduce(group, sum, root);
+          if (rank == sender && !sent_first) sent = send_async(group, message, root);
+          if (rank == root && sent_first) coming = recv_async(group, got, sender);
+          sent.wait();
+          coming.wait();
+          if (rank != root) continue;
+          expect_equal(sum, sum_over(n, {5, 3}));
+          expect_equal(got, message);
+        }
+      }
+    }
+  });
+}
+
 TEST_P(TwoLevel, AsynchronousCollectivesOfSeveralGroups) {
   const int n = size();
   run([n](World& world) {

@@ -124,6 +124,8 @@ TEST(Environment, RefusesByNameAndValue) {
   EXPECT_EQ(refusal("WORLD_SIZE", "0"), "WORLD_SIZE = 0 must be between 1 and 16777216");
   EXPECT_EQ(refusal("LOCAL_RANK", "4"), "LOCAL_RANK = 4 must be between 0 and LOCAL_WORLD_SIZE - 1 = 3");
   EXPECT_EQ(refusal("LOCAL_WORLD_SIZE", "9"), "LOCAL_WORLD_SIZE = 9 must be between 1 and WORLD_SIZE = 8");
+  EXPECT_EQ(refusal("TORCHELASTIC_RESTART_COUNT", "x"), "TORCHELASTIC_RESTART_COUNT = \"x\" is not a whole number; it must be 0 or more");
+  EXPECT_EQ(refusal("TORCHELASTIC_RESTART_COUNT", "-1"), "TORCHELASTIC_RESTART_COUNT = -1 must be 0 or more");
   EXPECT_EQ(refusal("MASTER_PORT", "70000"), "MASTER_PORT = 70000 must be a port, 1 to 65535");
   EXPECT_EQ(refusal("MASTER_PORT", "http"), "MASTER_PORT = \"http\" is not a whole number; it must be a port, 1 to 65535");
   EXPECT_EQ(refusal("MASTER_PORT", std::nullopt),

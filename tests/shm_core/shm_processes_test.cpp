@@ -3,9 +3,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 
 #include <sys/mman.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -125,6 +127,60 @@ void shared_buffers() {
   }));
 }
 
+size_t mapped_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  size_t pages = 0;
+  statm >> pages;
+  return pages * page_size();
+}
+
+// Rank 1 has no addresses for another's arena: all take the slots, and go on doing so. What meets first says it, whatever it is.
+void arenas_that_one_cannot_map() {
+  for (const bool dealt_first : {false, true}) {
+    expect_success(run_processes({.size = 3, .alone_on_core = false}, [&](Rank& self) {
+      const auto before = mapped_bytes();
+      const auto one_arena = Arena::address_space(self.size());
+      if (self.rank() == 1) {
+        const rlimit limit{before + one_arena / 2, RLIM_INFINITY};
+        CHECK(::setrlimit(RLIMIT_AS, &limit) == 0);
+      }
+      constexpr size_t kCount = 90001;
+      auto* const data = reinterpret_cast<float*>(self.arena->allocate(kCount * sizeof(float)));
+      const std::vector<size_t> parts(3, kCount / 3 * sizeof(float));
+      for (int i = 0; i < 3; ++i) {
+        std::vector<float> got(kCount);
+        for (const bool deals : {dealt_first, !dealt_first}) {
+          std::ranges::copy(values(self.rank(), kCount), data);
+          if (deals) {
+            self.communicator.all_to_all(got.data(), data, parts, parts);
+            for (size_t k = 0; k < 3 * (kCount / 3); ++k) {
+              CHECK(got[k] == value(static_cast<int>(k / (kCount / 3)), static_cast<size_t>(self.rank()) * (kCount / 3) + k % (kCount / 3)));
+            }
+          } else {
+            self.communicator.all_reduce(data, kCount, Type::Float, Reduction::Sum);
+            for (size_t k = 0; k < kCount; ++k) CHECK(data[k] == sum_of(3, k));
+          }
+        }
+      }
+      CHECK(mapped_bytes() - before < one_arena);  // nobody keeps what is not read
+    }));
+  }
+}
+
+// Each rank maps all of a group's arenas, and has other groups.
+void address_space_is_shared_out() {
+  CHECK(Arena::address_space(2) == static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * page_size() || Arena::address_space(2) == size_t{8} << 40);
+  for (const int ranks : {2, 64, 384, 4095}) {
+    CHECK(Arena::address_space(ranks) % page_size() == 0);
+    CHECK(Arena::address_space(ranks) * static_cast<size_t>(ranks) <= size_t{16} << 40);
+  }
+  expect_success(run_processes({.size = 2, .alone_on_core = false}, [](Rank& self) {
+    CHECK(self.arena->allocate(Arena::address_space(2) + 1) == nullptr);
+    CHECK(self.arena->allocate(1) == self.arena->data());
+    self.communicator.barrier();
+  }));
+}
+
 // Rank 1 dies in the middle of what the others go on with.
 void killed(bool in_message) {
   const auto statuses = run_processes({.size = 3, .alone_on_core = false}, [&](Rank& self) {
@@ -235,6 +291,8 @@ int main() {
     everything_works(small);
     everything_works(hidden);
     shared_buffers();
+    arenas_that_one_cannot_map();
+    address_space_is_shared_out();
     killed(false);
     killed(true);
     stopped();

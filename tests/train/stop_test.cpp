@@ -33,6 +33,22 @@ TEST(StopSignals, StartAnewAndRestoreWhatWasThere) {
   EXPECT_THROW(StopSignals(), InternalError);
 }
 
+TEST(StopSignals, MayLeaveOneIgnored) {
+  struct sigaction before{}, interrupt{}, after{};
+  ::sigaction(SIGTERM, nullptr, &before);
+  ::sigaction(SIGINT, nullptr, &interrupt);
+  {
+    StopSignals signals{SIGTERM, SIGINT};
+    signals.leave_ignored(SIGTERM);
+    ::raise(SIGTERM);
+    EXPECT_EQ(signals.received(), SIGTERM) << "until it goes";
+  }
+  ::sigaction(SIGTERM, &before, &after);
+  EXPECT_EQ(after.sa_handler, SIG_IGN);
+  ::sigaction(SIGINT, nullptr, &after);
+  EXPECT_EQ(after.sa_handler, interrupt.sa_handler);
+}
+
 TEST(StopSignals, OneRequestMayComeTwice) {
   const StopSignals signals({SIGTERM}, std::chrono::hours(1));
   for (int i = 0; i < 3; ++i) ::raise(SIGTERM);

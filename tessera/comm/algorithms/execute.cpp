@@ -7,6 +7,7 @@
 #include <ATen/ops/mul.h>
 
 #include "tessera/comm/engine.h"
+#include "tessera/comm/tags.h"
 #include "tessera/core/error.h"
 
 // All of a step is posted before any of it is waited for, receives first: with what each sends being what its partner receives, which the simulation proves, no

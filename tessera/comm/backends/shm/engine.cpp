@@ -211,8 +211,9 @@ Work ShmEngine::pass_on(const Call& call) {
 at::Tensor ShmEngine::empty(int64_t elements, const at::TensorOptions& options) {
   const auto bytes = static_cast<size_t>(elements) * options.dtype().itemsize();
   if (!arena_ || bytes == 0) return {};
-  auto block = std::make_unique<Block>(arena_, arena_->allocate(bytes));
-  auto* const data = block->data;
+  auto* const data = arena_->allocate(bytes);
+  if (data == nullptr) return {};  // plain memory, then, which is staged
+  auto block = std::make_unique<Block>(arena_, data);
   try {
     count_memory(block.get(), static_cast<int64_t>(bytes));
   } catch (...) {

@@ -6,6 +6,7 @@
 #include "tessera/comm/backends/work_queue.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/engine.h"
+#include "tessera/comm/tags.h"
 #include "tessera/core/error.h"
 
 // The levels are groups like any others, so each collective is a few calls of collectives, one after the other. They block, which is why they run on a thread
@@ -154,8 +155,9 @@ void TwoLevelEngine::reduce(const at::Tensor& tensor, int root, Op op) const {
   comm::reduce(local, tensor, 0, op);
   if (leads()) comm::reduce(across, tensor, host, op);
   if (place == 0 || hosts.host(rank_) != host) return;
-  if (leads()) comm::send(local, tensor, place);
-  if (rank_ == root) comm::recv(local, tensor, 0);
+  // Callers' messages inside the host pass the same engine (pass_on): under a tag of theirs this one could be taken for one of them.
+  if (leads()) local.engine()->start({.op = Operation::Send, .inputs = {tensor}, .peer = place, .tag = kHandOnTag, .async = false})->wait();
+  if (rank_ == root) local.engine()->start({.op = Operation::Recv, .outputs = {tensor}, .peer = 0, .tag = kHandOnTag, .async = false})->wait();
 }
 
 void TwoLevelEngine::broadcast(const at::Tensor& tensor, int root) const {

@@ -1,10 +1,12 @@
 #include "tessera/comm/backends/mpi/plugin/engine.h"
 
+#include <algorithm>
 #include <limits>
 
 #include <ATen/ops/empty.h>
 
 #include "tessera/comm/backends/mpi/plugin/datatype.h"
+#include "tessera/comm/backends/mpi/plugin/lane.h"
 #include "tessera/core/error.h"
 
 // A rank that blocks inside MPI heeds no timeout and hears of no failure: every call starts a request and returns. gather and scatter are messages, for the
@@ -14,7 +16,6 @@ namespace tessera::comm::mpi {
 namespace {
 
 constexpr int64_t kMostAtOnce = int64_t{1} << 30;  ///< elements of one reduction
-constexpr int kTag = 0;                            ///< of the messages that make up gather and scatter; MPI keeps those of one sender in order
 
 int count_of(int64_t elements) {
   if (elements > std::numeric_limits<int>::max()) {
@@ -67,6 +68,7 @@ MPI_Comm communicator_of(MPI_Group members, int tag) {
 MpiEngine::MpiEngine(Runtime& runtime, const GroupInfo& group, c10::intrusive_ptr<c10d::Store> store)
     : runtime_(runtime),
       soundness_(std::make_shared<Soundness>(runtime, std::move(store), group.rank)),
+      group_(group.name),
       rank_(group.rank),
       size_(group.size),
       timeout_(group.timeout) {
@@ -110,6 +112,20 @@ Work MpiEngine::start(const Call& call) {
 
 Order MpiEngine::order_of(const Call& call) {
   Order order;
+  try {
+    fill(order, call);
+  } catch (...) {
+    const bool begun = std::ranges::any_of(order.requests, [](MPI_Request request) { return request != MPI_REQUEST_NULL; });
+    if (begun) {  // of what goes on, MPI owns the tensors
+      runtime_.give_up();
+      Progress::shared().keep(std::move(order));
+    }
+    throw;
+  }
+  return order;
+}
+
+void MpiEngine::fill(Order& order, const Call& call) {
   switch (call.op) {
     case Operation::AllReduce:
     case Operation::Reduce:
@@ -140,16 +156,13 @@ Order MpiEngine::order_of(const Call& call) {
       scatter(order, call);
       break;
     case Operation::Send:
-      ask_to_send(order, call.inputs[0], call.peer, call.tag, messages_);
-      break;
     case Operation::Recv:
-      ask_to_receive(order, call.outputs[0], call.peer, call.tag, messages_);
+      pass_on(order, call);
       break;
     case Operation::Barrier:
       ask("MPI_Ibarrier", order, [&](MPI_Request* request) { return MPI_Ibarrier(collectives_, request); });
       break;
   }
-  return order;
 }
 
 void MpiEngine::reduce(Order& order, const Call& call) {
@@ -203,28 +216,35 @@ void MpiEngine::all_to_all(Order& order, const Call& call) {
   });
 }
 
+void MpiEngine::pass_on(Order& order, const Call& call) {
+  const auto lane = lane_of(call, group_, runtime_.most_tag());
+  const auto communicator = lane.of_collectives ? collectives_ : messages_;
+  if (call.op == Operation::Send) return ask_to_send(order, call.inputs[0], call.peer, lane.tag, communicator);
+  ask_to_receive(order, call.outputs[0], call.peer, lane.tag, communicator);
+}
+
 void MpiEngine::gather(Order& order, const Call& call) {
   const auto& input = call.inputs[0];
-  if (rank_ != call.peer) return ask_to_send(order, input, call.peer, kTag, collectives_);
+  if (rank_ != call.peer) return ask_to_send(order, input, call.peer, kRootedTag, collectives_);
   for (int rank = 0; rank < size_; ++rank) {
     auto output = call.outputs[rank];
     if (rank == rank_) {
       output.copy_(input);
     } else {
-      ask_to_receive(order, output, rank, kTag, collectives_);
+      ask_to_receive(order, output, rank, kRootedTag, collectives_);
     }
   }
 }
 
 void MpiEngine::scatter(Order& order, const Call& call) {
   auto output = call.outputs[0];
-  if (rank_ != call.peer) return ask_to_receive(order, output, call.peer, kTag, collectives_);
+  if (rank_ != call.peer) return ask_to_receive(order, output, call.peer, kRootedTag, collectives_);
   for (int rank = 0; rank < size_; ++rank) {
     const auto& input = call.inputs[rank];
     if (rank == rank_) {
       output.copy_(input);
     } else {
-      ask_to_send(order, input, rank, kTag, collectives_);
+      ask_to_send(order, input, rank, kRootedTag, collectives_);
     }
   }
 }

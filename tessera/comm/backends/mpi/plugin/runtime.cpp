@@ -29,6 +29,10 @@ void Runtime::start(const Environment& environment) {
   check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
   several_threads_ = level == MPI_THREAD_MULTIPLE;
   runs_ = true;
+  void* most = nullptr;
+  int given = 0;
+  check(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &given), "MPI_Comm_get_attr");
+  if (given) most_tag_ = *static_cast<int*>(most);
   int rank = 0, size = 0;
   check(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "MPI_Comm_rank");
   check(MPI_Comm_size(MPI_COMM_WORLD, &size), "MPI_Comm_size");

@@ -34,6 +34,9 @@ class Runtime {
   /// Rank 0's text on every rank.
   std::string broadcast(std::string text) const;
 
+  /// The largest tag of a message that this MPI takes: 32767 at least, which the standard promises.
+  int most_tag() const { return most_tag_; }
+
   /// Held around every call of MPI where the library is not safe for several threads; else a lock of nothing.
   std::unique_lock<std::mutex> lock() { return several_threads_ ? std::unique_lock<std::mutex>() : std::unique_lock(mutex_); }
 
@@ -46,6 +49,7 @@ class Runtime {
   std::mutex mutex_;
   bool several_threads_ = false;
   bool runs_ = false;
+  int most_tag_ = 32767;
   std::atomic<bool> broken_ = false;
 };
 

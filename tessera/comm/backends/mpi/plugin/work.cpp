@@ -50,8 +50,8 @@ bool MpiWork::advance() {
   const std::lock_guard one(advancing_);
   if (c10d::Work::isCompleted()) return true;
   std::exception_ptr error;
+  int done = 0;
   try {
-    int done = 0;
     {
       const auto lock = soundness_->runtime().lock();
       check(MPI_Testall(static_cast<int>(order_.requests.size()), order_.requests.data(), &done, MPI_STATUSES_IGNORE), "MPI_Testall");
@@ -63,6 +63,10 @@ bool MpiWork::advance() {
     }
   } catch (...) {
     error = std::current_exception();
+  }
+  if (!done) {  // one request failed, and MPI may still own the tensors of the others
+    soundness_->runtime().give_up();
+    Progress::shared().keep(std::move(order_));
   }
   order_ = {};
   finish(error);
@@ -122,6 +126,11 @@ void Progress::add(c10::intrusive_ptr<MpiWork> work) {
   works_.push_back(std::move(work));
   if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
   changed_.notify_one();
+}
+
+void Progress::keep(Order order) {
+  const std::lock_guard lock(mutex_);
+  kept_.push_back(std::move(order));
 }
 
 void Progress::serve() {

@@ -73,6 +73,8 @@ class Progress {
   /// Ends its thread; nothing is moved on any more.
   void end();
   void add(c10::intrusive_ptr<MpiWork> work);
+  /// For good: what MPI still owns, though its call has failed.
+  void keep(Order order);
   /// Of the process.
   static Progress& shared();
 
@@ -82,6 +84,7 @@ class Progress {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<c10::intrusive_ptr<MpiWork>> works_;
+  std::vector<Order> kept_;
   bool ending_ = false;
   std::thread thread_;
 };

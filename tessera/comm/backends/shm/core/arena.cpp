@@ -1,21 +1,28 @@
 #include "tessera/comm/backends/shm/core/arena.h"
 
+#include <algorithm>
+
 #include <sys/mman.h>
 #include <unistd.h>
 
-// The file has the machine's size from the start, so it never grows and never moves: a peer maps it once, and an offset stays right for ever. Blocks are few
+// The file has its size from the start, so it never grows and never moves: a peer maps it once, and an offset stays right for ever. Blocks are few
 // and large and live long: the first hole that fits will do, and what comes back joins its neighbors. Its pages go to the system at once.
 
 namespace tessera::comm::shm {
 namespace {
 
+// Of the 128 TiB of addresses that a process has, those that the arenas of a group may take: a process is in several groups.
+constexpr size_t kMostAddresses = size_t{16} << 40;
+
 size_t whole_pages(size_t bytes) { return (bytes + page_size() - 1) / page_size() * page_size(); }
 
 }  // namespace
 
-size_t Arena::address_space() { return static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * page_size(); }
+size_t Arena::address_space(int ranks) {
+  return std::min(static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)), kMostAddresses / static_cast<size_t>(ranks) / page_size()) * page_size();
+}
 
-Arena::Arena(const Session& session) : segment_(Segment::create(address_space(), session.membership().folder)) {
+Arena::Arena(const Session& session) : segment_(Segment::create(address_space(session.size()), session.membership().folder)) {
   unused_.emplace(0, segment_.bytes());
   session.control(session.rank()).arena.store(segment_.descriptor(), std::memory_order_release);
 }
@@ -35,7 +42,7 @@ std::byte* Arena::allocate(size_t bytes) {
 #endif
     return data() + offset;
   }
-  throw Failure("shared memory: no room for " + std::to_string(bytes) + " bytes among the buffers of this rank");
+  return nullptr;
 }
 
 void Arena::free(std::byte* block) noexcept {
@@ -71,9 +78,13 @@ std::byte* ArenaViews::of(int rank) {
   if (!view) {
     const auto& control = session_.control(rank);
     const auto path = "/proc/" + std::to_string(control.pid) + "/fd/" + std::to_string(control.arena.load(std::memory_order_acquire));
-    view.emplace(Segment::open(path, Arena::address_space(), session_.membership().folder));
+    view.emplace(Segment::open(path, Arena::address_space(session_.size()), session_.membership().folder));
   }
   return view->data();
+}
+
+void ArenaViews::clear() {
+  for (auto& view : views_) view.reset();
 }
 
 }  // namespace tessera::comm::shm

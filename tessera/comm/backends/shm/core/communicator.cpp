@@ -15,6 +15,8 @@ Communicator::Communicator(std::shared_ptr<Session> session, std::shared_ptr<Are
       views_(*session_),
       rank_(session_->rank()),
       n_(session_->size()),
+      mapped_(static_cast<size_t>(n_)),
+      everybody_(static_cast<size_t>(n_), true),
       seen_(static_cast<size_t>(n_)),
       peers_(static_cast<size_t>(n_)),
       sources_(static_cast<size_t>(n_)) {}
@@ -69,7 +71,7 @@ void Communicator::write_header(uint64_t signature, const void* data) {
   if (session_->one_process()) {
     own.place = Place::Address;
     own.address = reinterpret_cast<uint64_t>(data);
-  } else if (const auto offset = arena_ ? arena_->offset_of(data) : std::nullopt) {
+  } else if (const auto offset = arena_ && arenas_are_read_ ? arena_->offset_of(data) : std::nullopt) {
     own.place = Place::Arena;
     own.address = *offset;
   }
@@ -96,19 +98,38 @@ const std::byte* Communicator::await_small(int rank, uint64_t signature) {
   return small(rank) + kHeader;
 }
 
-bool Communicator::find_peer(int rank) {
-  const auto& other = header(rank);
-  switch (other.place) {
-    case Place::Address:
-      peers_[static_cast<size_t>(rank)] = reinterpret_cast<std::byte*>(other.address);
-      return true;
-    case Place::Arena:
-      peers_[static_cast<size_t>(rank)] = (rank == rank_ ? arena_->data() : views_.of(rank)) + other.address;
-      return true;
-    case Place::Private:
-      break;
+bool Communicator::find_peers(uint64_t signature, const std::vector<bool>& of) {
+  for (int rank = 0; rank < n_; ++rank) {
+    if (of[static_cast<size_t>(rank)] && header(rank).place == Place::Private) return false;
   }
-  return false;
+  std::vector<size_t> fresh;  // arenas that have not been named before
+  bool all_found = true;
+  for (int rank = 0; rank < n_; ++rank) {
+    const auto r = static_cast<size_t>(rank);
+    const auto& other = header(rank);
+    if (!of[r]) continue;
+    if (other.place == Place::Address) {
+      peers_[r] = reinterpret_cast<std::byte*>(other.address);
+      continue;
+    }
+    if (!mapped_[r]) fresh.push_back(r);
+    try {
+      peers_[r] = (rank == rank_ ? arena_->data() : views_.of(rank)) + other.address;
+    } catch (const std::exception&) {  // out of addresses, descriptors or memory: of this rank alone, until the others are told
+      all_found = false;
+    }
+  }
+  if (fresh.empty()) return true;
+  enter_small(signature, &all_found, sizeof all_found);
+  for (int rank = 0; rank < n_; ++rank) {
+    bool found = false;
+    std::memcpy(&found, await_small(rank, signature), sizeof found);
+    all_found &= found;
+  }
+  for (const auto r : fresh) mapped_[r] = all_found;
+  arenas_are_read_ = all_found;
+  if (!all_found) views_.clear();
+  return all_found;
 }
 
 bool Communicator::exchange(uint64_t signature, const void* data) {
@@ -117,12 +138,8 @@ bool Communicator::exchange(uint64_t signature, const void* data) {
   write_header(signature, data);
   arrive();
   await_all();
-  bool direct = true;
-  for (int rank = 0; rank < n_; ++rank) {
-    check_signature(rank, signature);
-    direct &= find_peer(rank);
-  }
-  return direct;
+  for (int rank = 0; rank < n_; ++rank) check_signature(rank, signature);
+  return find_peers(signature, everybody_);
 }
 
 void Communicator::barrier() {

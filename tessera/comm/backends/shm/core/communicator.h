@@ -84,10 +84,12 @@ class Communicator {
   const std::byte* await_small(int rank, uint64_t signature);
   /// The first round of larger ones: says where `data` lies; true where every rank's can be read in place, at peers_.
   bool exchange(uint64_t signature, const void* data);
+  /// Whether what the headers of the ranks in `of` name can be read in place by all ranks, each of whom asks this of the same ones; at peers_ then. The first
+  /// time that an arena is named takes another round, in which the ranks say whether they could map it: where one could not, none relies on arenas any more.
+  bool find_peers(uint64_t signature, const std::vector<bool>& of);
   Header& header(int rank) const { return *reinterpret_cast<Header*>(small(rank)); }
   void write_header(uint64_t signature, const void* data);
   void check_signature(int rank, uint64_t signature) const;
-  bool find_peer(int rank);
   /// Peers are done with this rank's buffers, and it with theirs.
   void finish_direct() {
     begin_round();
@@ -108,6 +110,9 @@ class Communicator {
   const int rank_, n_;
   uint32_t round_ = 0;
   bool large_reserved_ = false;
+  bool arenas_are_read_ = true;  ///< alike on all ranks
+  std::vector<bool> mapped_;     ///< whose arenas all ranks have mapped; alike on all ranks
+  const std::vector<bool> everybody_;
   std::vector<uint32_t> seen_;     ///< rounds in which each rank is known to have arrived
   std::vector<std::byte*> peers_;  ///< of the current operation
   std::vector<const void*> sources_;

@@ -157,7 +157,6 @@ void Communicator::all_to_all(void* out, const void* in, std::span<const size_t>
   std::vector<size_t> offsets(n);  // of this rank's part in each rank's input
   std::vector<bool> waiting(n);    // ranks whose parts are still to come
   size_t longest = 0;              // part of those
-  bool direct = true;
   auto* to = static_cast<std::byte*>(out);
   for (int rank = 0; rank < n_; ++rank) {
     const auto r = static_cast<size_t>(rank);
@@ -173,13 +172,12 @@ void Communicator::all_to_all(void* out, const void* in, std::span<const size_t>
     } else {
       waiting[r] = true;
       longest = std::max<size_t>(longest, *std::max_element(parts.begin(), parts.end()));
-      direct &= find_peer(rank);
     }
     if (rank == rank_) copy_bytes(to, static_cast<const std::byte*>(in) + offsets[r], out_bytes[r]);
     to += out_bytes[r];
   }
   if (longest == 0) return;
-  if (direct) {
+  if (find_peers(signature, waiting)) {
     to = static_cast<std::byte*>(out);
     for (size_t r = 0; r < n; to += out_bytes[r++]) {
       if (waiting[r] && r != own) copy_bytes(to, peers_[r] + offsets[r], out_bytes[r]);
