@@ -51,20 +51,24 @@ std::optional<checkpoint::Upcycling> upcycling_of(const ConvertFlags& flags) {
                                .seed = static_cast<uint64_t>(flags.seed.value_or(0))};
 }
 
-/// Of the tokenizer that the run had, which may be gone, or another by now.
-checkpoint::TextIds text_ids_of(const FoundCheckpoint& source) {
+/// By the tokenizer that the run had, which may be gone, or another by now. `folder`: that of model.from_hf can be read.
+checkpoint::TextIds text_ids_of(const FoundCheckpoint& source, bool folder) {
   const std::string& name = source.config.data.tokenizer;
+  const auto identity = data_identity(source.manifest);
+  const auto folders = [&](const auto& tokenizer) { return !folders_other_tokenizer(source.config, tokenizer); };
   std::string problem;
   try {
     const auto tokenizer = data::Tokenizer::load(name);
-    if (data_identity(source.manifest).value("tokenizer", tokenizer->fingerprint()) == tokenizer->fingerprint())
-      return {.bos = tokenizer->bos(), .eos = tokenizer->eos()};
+    const std::string& is = tokenizer->fingerprint();
+    if (identity.value("tokenizer", is) == is)
+      return {.bos = tokenizer->bos(), .ends = text_ends(source.config, *tokenizer, &source.manifest).ids, .folders = folders(*tokenizer)};
     problem = detail::concat("data.tokenizer = ", name, ": is not the tokenizer that ", source.folder.string(), " was trained with");
   } catch (const ConfigError& error) {
     problem = error.what();
   }
-  say_once({problem + ": config.json is written without the ids at which texts begin and end"});
-  return {};
+  const bool known = folder && (!identity.contains("tokenizer") || folders(identity.value("tokenizer", std::string())));
+  if (!known) say_once({problem + ": config.json is written without the ids at which texts begin and end"});
+  return {.folders = known};
 }
 
 /// What lies in a checkpoint is its own.
@@ -87,7 +91,7 @@ int convert(const ConvertFlags& flags) {
   require(!flags.merge_lora || flags.to != "peft", "--merge-lora: adds adapters to weights, and --to peft writes adapters alone; leave one of the two out");
   for (std::string& name : quantized_weights(source.config)) options.remade.insert(std::move(name));
   options.remake = quantized_weight_maker(source.config);
-  options.text_ids = [&] { return text_ids_of(source); };
+  options.text_ids = [&](bool folder) { return text_ids_of(source, folder); };
   if (flags.merge_lora) check_quantized_source(source.config, {.folder = &source.folder, .manifest = &source.manifest});
   if (flags.merge_lora) options.lora_scale = lora.alpha / static_cast<double>(lora.rank);
   const auto exported = flags.to == "peft" ? checkpoint::export_peft(source.folder, source.config.model, lora, flags.out, options)

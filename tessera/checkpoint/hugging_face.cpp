@@ -1,7 +1,6 @@
 #include "tessera/checkpoint/hugging_face.h"
 
 #include <algorithm>
-#include <array>
 #include <string_view>
 #include <utility>
 
@@ -39,7 +38,7 @@ void refuse_other_numbers(const HuggingFaceConfig& config) {
     require(!value, config.file().string(), ": ", key, " = ", value.value_or(nullptr).dump(), ": ", what);
   };
   refuse("quantization_config", "quantized weights are not supported; give the weights as fp32, fp16 or bf16, without it");
-  config.expect("partial_rotary_factor", 1.0, 1.0);
+  if (config.find<double>("partial_rotary_factor")) config.expect("partial_rotary_factor", 1.0, 1.0);  // null is none, for them, too
   config.expect("is_causal", true, true);
 }
 
@@ -68,15 +67,15 @@ HuggingFaceConfig::HuggingFaceConfig(std::filesystem::path file) : file_(std::mo
   require(json_.is_object(), file_.string(), ": is not a JSON object");
 }
 
-int64_t HuggingFaceConfig::size(const std::string& key, int64_t most) const {
-  const auto value = find<int64_t>(key);
+int64_t HuggingFaceConfig::size(const std::string& key, int64_t most, std::optional<int64_t> absent) const {
+  const auto value = contains(key) ? find<int64_t>(key) : absent;
   require(value.has_value(), file_.string(), ": ", key, " is missing");
   require(*value >= 1 && *value <= most, file_.string(), ": ", key, " = ", *value, " must lie between 1 and ", most);
   return *value;
 }
 
-int64_t HuggingFaceConfig::size_by(const std::string& key, const std::string& alias, int64_t most) const {
-  if (!find<int64_t>(alias)) return size(key, most);
+int64_t HuggingFaceConfig::size_by(const std::string& key, const std::string& alias, int64_t most, std::optional<int64_t> absent) const {
+  if (!find<int64_t>(alias)) return size(key, most, absent);
   const int64_t value = size(alias, most);
   require(find<int64_t>(key).value_or(value) == value, file_.string(), ": ", key, " = ", json_.value(key, nlohmann::json()).dump(), " contradicts ", alias,
           " = ", value, ", another name of it; correct the one that is wrong");
@@ -148,15 +147,6 @@ ModelConfig read_hugging_face_config(const Config& config) {
 std::optional<std::filesystem::path> hugging_face_tokenizer(const std::filesystem::path& dir) {
   const auto model = dir / "tokenizer.model";
   return is_there(model) ? std::optional(model) : std::nullopt;
-}
-
-bool hugging_face_adds_bos(const std::filesystem::path& dir) {
-  static constexpr std::array<std::string_view, 4> kAdding{"LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"};
-  const auto path = dir / "tokenizer_config.json";
-  if (!is_there(path)) return false;
-  const HuggingFaceConfig file(path);
-  if (const auto said = file.find<bool>("add_bos_token")) return *said;
-  return std::ranges::find(kAdding, file.find<std::string>("tokenizer_class").value_or("")) != kAdding.end();
 }
 
 }  // namespace tessera::checkpoint

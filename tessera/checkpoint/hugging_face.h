@@ -38,12 +38,37 @@ std::optional<std::vector<HuggingFaceTensor>> hugging_face_table(const ModelConf
 /// activation, an attention bias, or a key that disagrees (with both values).
 ModelConfig read_hugging_face_config(const Config& config);
 
-/// The SentencePiece model of a folder, `dir`/tokenizer.model; nothing where there is none. Nothing else that tokenizers are kept in is read (tokenizer.json).
+/// The SentencePiece model of a folder, `dir`/tokenizer.model; nothing where there is none. No other vocabulary is read (tokenizer.json).
 std::optional<std::filesystem::path> hugging_face_tokenizer(const std::filesystem::path& dir);
 
-/// Whether a folder's tokenizer puts its beginning-of-text id in front of a text: add_bos_token of `dir`/tokenizer_config.json, and where it is left out, what
-/// the class that the file names does. Without the file: no. Throws ConfigError where it is damaged.
-bool hugging_face_adds_bos(const std::filesystem::path& dir);
+/// A vocabulary that a folder brings as JSON, by which text is not read here.
+struct HuggingFaceVocabulary {
+  std::filesystem::path file{};
+  std::map<std::string, int64_t> ids{};  ///< of the pieces; empty where the file cannot be read
+};
+
+/// That of `dir`/tokenizer.json with its added_tokens, or, where there is none, of `dir`/vocab.json; nothing where there is neither.
+std::optional<HuggingFaceVocabulary> hugging_face_vocabulary(const std::filesystem::path& dir);
+
+struct HuggingFaceToken {
+  std::optional<std::string> text{};  ///< nothing: that of the id which the tokenizer has for the purpose
+  std::optional<int64_t> id{};        ///< its number, where the folder says it
+};
+
+/// What a folder's tokenizer puts around a text.
+struct HuggingFaceFrame {
+  bool bos = false;              ///< an id stands in front of it
+  HuggingFaceToken bos_token{};  ///< that one
+  bool eos = false;              ///< an id stands behind it
+  HuggingFaceToken eos_token{};
+  std::filesystem::path file{};        ///< says so
+  std::vector<std::string> remarks{};  ///< to be said aloud: files or classes that contradict each other, and what cannot be told
+};
+
+/// The post_processor of `dir`/tokenizer.json, as transformers 5 goes by it; add_bos_token of `dir`/tokenizer_config.json with the bos_token that it names
+/// comes first where 4 does (a LLaMA's tokenizer_class, or none), and a CodeLLaMA's class needs neither. Where the first file is not there, or does not tell,
+/// add_bos_token says it, or else the class. Without the files: nothing. Throws ConfigError where the second is damaged.
+HuggingFaceFrame hugging_face_frame(const std::filesystem::path& dir);
 
 /// The ids behind which texts of a folder's model end: eos_token_id, a number or a list, of `dir`/generation_config.json and of `dir`/config.json. Of a
 /// fine-tune some are other than its tokenizer's, and may lie beyond it. Throws ConfigError where a file is damaged.

@@ -1,8 +1,10 @@
 #pragma once
 
+#include <algorithm>
 #include <filesystem>
 #include <functional>
 #include <optional>
+#include <set>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -46,16 +48,23 @@ class HuggingFaceConfig {
   /// Whether the key is there, be it null.
   bool contains(const std::string& key) const { return json_.contains(key); }
 
-  /// A size: present, and from 1 to `most`.
-  int64_t size(const std::string& key, int64_t most = 1'000'000'000) const;
+  /// A size from 1 to `most`; `absent` is what an absent key means, which is else refused.
+  int64_t size(const std::string& key, int64_t most = 1'000'000'000, std::optional<int64_t> absent = std::nullopt) const;
   /// The same under `key`, or under `alias`, as their class calls it, too; refused where the two contradict each other.
-  int64_t size_by(const std::string& key, const std::string& alias, int64_t most = 1'000'000'000) const;
+  int64_t size_by(const std::string& key, const std::string& alias, int64_t most = 1'000'000'000, std::optional<int64_t> absent = std::nullopt) const;
 
-  /// Refuses any other value than `only` under `key`; `absent` is what an absent key means.
+  /// Refuses null under a key that, left out, means something that holds: where their classes take null at all, they take it for false.
+  void refuse_null(const std::string& key) const {
+    require(!contains(key) || !json_.at(key).is_null(), file_.string(), ": ", key, " = null is not supported; write what it is, or leave the key out");
+  }
+
+  /// Refuses any other value than `only`, and those that are `other_names` of it, under `key`; `absent` is what an absent key means.
   template <class T>
-  void expect(const std::string& key, const T& only, const T& absent) const {
+  void expect(const std::string& key, const T& only, const T& absent, const std::vector<T>& other_names = {}) const {
+    if (absent != T()) refuse_null(key);
     const T value = find<T>(key).value_or(absent);
-    require(value == only, file_.string(), ": ", key, " = ", nlohmann::json(value).dump(), " is not supported; only ", nlohmann::json(only).dump(), " is");
+    require(value == only || std::ranges::find(other_names, value) != other_names.end(), file_.string(), ": ", key, " = ", nlohmann::json(value).dump(),
+            " is not supported; only ", nlohmann::json(only).dump(), " is");
   }
 
   const std::filesystem::path& file() const { return file_; }
@@ -67,6 +76,9 @@ class HuggingFaceConfig {
 
 /// More layers than any model has, and few enough for a table of them.
 inline constexpr int64_t kMostLayers = 10'000;
+
+/// The ids under `key`: a number, or a list of them. Throws ConfigError.
+std::set<int64_t> read_ids(const HuggingFaceConfig& file, const std::string& key);
 
 /// What there is to know about a family of Hugging Face models.
 struct HuggingFaceFamily {

@@ -7,7 +7,7 @@ namespace {
 
 ModelConfig read_gpt2_config(const HuggingFaceConfig& config) {
   refuse_sliding_window(config, "GPT2LMHeadModel");
-  config.expect<std::string>("activation_function", "gelu_new", "gelu_new");
+  config.expect<std::string>("activation_function", "gelu_new", "gelu_new", {"gelu_pytorch_tanh"});
   config.expect("scale_attn_weights", true, true);
   config.expect("scale_attn_by_inverse_layer_idx", false, false);
   config.expect("reorder_and_upcast_attn", false, false);
@@ -20,6 +20,7 @@ ModelConfig read_gpt2_config(const HuggingFaceConfig& config) {
   model.ffn_dim = config.find<int64_t>("n_inner") ? config.size("n_inner") : 4 * model.dim;
   model.vocab_size = config.size("vocab_size");
   model.max_seq_len = config.size_by("n_positions", "max_position_embeddings");
+  config.refuse_null("tie_word_embeddings");
   model.tie_embeddings = config.find<bool>("tie_word_embeddings").value_or(true);
   model.norm_eps = config.find<double>("layer_norm_epsilon").value_or(1e-5);
   return model;

@@ -40,7 +40,7 @@ double read_rope_theta(const HuggingFaceConfig& config, double absent) {
 }  // namespace
 
 ModelConfig read_llama_config(const HuggingFaceConfig& config, const LlamaDefaults& absent) {
-  config.expect<std::string>("hidden_act", "silu", "silu");
+  config.expect<std::string>("hidden_act", "silu", "silu", {"swish"});
   config.expect("attention_bias", false, false);
   config.expect("mlp_bias", false, false);
   ModelConfig model;

@@ -10,8 +10,8 @@ ModelConfig read_mixtral_config(const HuggingFaceConfig& config) {
   ModelConfig model = read_llama_config(config, {.rope_theta = 1e6, .norm_eps = 1e-5, .kv_heads = 8});
   config.expect("router_jitter_noise", 0.0, 0.0);
   model.sliding_window = read_sliding_window(config, 0);
-  model.experts = config.size_by("num_local_experts", "num_experts", kMostExperts);
-  model.experts_per_token = config.size("num_experts_per_tok", model.experts);
+  model.experts = config.size_by("num_local_experts", "num_experts", kMostExperts, 8);  // what their class takes, as of the next
+  model.experts_per_token = config.size("num_experts_per_tok", model.experts, 2);
   return model;
 }
 

@@ -64,12 +64,15 @@ bool same_bytes(const SafetensorsFile& a, const std::string& name_in_a, const Sa
   return a.entry(name_in_a).dtype == b.entry(name_in_b).dtype && std::ranges::equal(x, y);
 }
 
-bool fits(const FileTensor& expected, const std::vector<int64_t>& shape) {
-  if (!expected.leading) return shape == expected.shape;
-  auto leading = shape;
-  if (leading.empty()) return false;
-  leading[0] = std::min(leading[0], expected.shape[0]);
-  return leading == expected.shape;
+/// The tensors that the files have to hold: of one whose beginning alone is used, as many rows as the folder's own model has positions.
+std::vector<FileTensor> expected_tensors(const std::vector<HuggingFaceTensor>& table, const std::filesystem::path& dir, const HuggingFaceFamily& family) {
+  auto tensors = file_tensors(table);
+  for (auto& tensor : tensors) {
+    if (!tensor.leading) continue;
+    const auto own = family.read_config(HuggingFaceConfig(dir / "config.json")).max_seq_len;
+    tensor.shape[0] = std::max(tensor.shape[0], own.value());
+  }
+  return tensors;
 }
 
 }  // namespace
@@ -99,7 +102,7 @@ void load_hugging_face(const std::filesystem::path& dir, const ModelConfig& mode
   const auto table = fused ? family->fused_table(model) : family->table(model);
   std::map<std::string, std::vector<HuggingFaceTensor>> rows;
   std::set<std::string> expected;
-  for (const auto& tensor : file_tensors(table)) {
+  for (const auto& tensor : expected_tensors(table, dir, *family)) {
     for (const auto& row : tensor.parts) rows[row.ours].push_back(row);
     expected.insert(tensor.name);
     const auto file = files.find(tensor.name);
@@ -108,7 +111,7 @@ void load_hugging_face(const std::filesystem::path& dir, const ModelConfig& mode
       continue;
     }
     const TensorEntry& entry = file->second.entry(stored_name(tensor.name, file->second));
-    if (!fits(tensor, entry.shape)) {
+    if (entry.shape != tensor.shape) {
       problems.add("shape of ", tensor.name, ": ", at::IntArrayRef(entry.shape), " in the file, ", at::IntArrayRef(tensor.shape), " in the model");
     } else if (entry.dtype != at::kFloat && entry.dtype != at::kHalf && entry.dtype != at::kBFloat16) {
       problems.add("dtype of ", tensor.name, ": ", dtype_name(entry.dtype), " (F32, F16 and BF16 can be read)");

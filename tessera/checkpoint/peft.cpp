@@ -15,6 +15,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/checkpoint/files.h"
+#include "tessera/checkpoint/fullest.h"
 #include "tessera/checkpoint/hugging_face_family.h"
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/narrowing.h"

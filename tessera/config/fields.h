@@ -38,18 +38,18 @@
   X(bool, shared_gate, false, any(), "The shared expert's output is scaled by a sigmoid of its own.")                                                     \
   X(std::string, from_hf, "", path(), "Folder with a Hugging Face model: sets family, shape and starting weights; other model keys must agree.")
 
-#define TESSERA_DATA_FIELDS(X)                                                                                                                              \
-  X(std::vector<std::string>, files, {}, path(), "Training text, in this order; plain, `.gz` or `.dz`.")                                                    \
-  X(std::vector<std::string>, validation_files, {}, path(), "Held-out text.")                                                                               \
-  X(std::string, tokenizer, "byte", path_or("byte"),                                                                                                        \
-    "`byte`, or a SentencePiece `.model` file; with `from_hf` its `tokenizer.model`, where not given and there is one.")                                    \
-  X(int64_t, seq_len, 0, any(), "Tokens of one sequence.")                                                                                                  \
-  X(std::string, documents, "none", one_of("none, files, paragraphs, lines"),                                                                               \
-    "What is a document: none (one stream of text), a file, a paragraph or a line; windows pack whole documents, and attention stays within each.")         \
-  X(std::optional<bool>, bos, std::nullopt, unset("as a checkpoint that is gone on from; else with from_hf as its tokenizer_config.json says; else false"), \
-    "Each document (each file, where `documents` is none) and a prompt begin with the tokenizer's beginning-of-text id.")                                   \
-  X(bool, shuffle, true, any(), "Visit the windows in an order drawn from `seed`; false: in the order of the text.")                                        \
-  X(std::optional<int64_t>, seed, std::nullopt, unset("run.seed"), "Seed of the order of windows.")                                                         \
+#define TESSERA_DATA_FIELDS(X)                                                                                                                       \
+  X(std::vector<std::string>, files, {}, path(), "Training text, in this order; plain, `.gz` or `.dz`.")                                             \
+  X(std::vector<std::string>, validation_files, {}, path(), "Held-out text.")                                                                        \
+  X(std::string, tokenizer, "byte", path_or("byte"),                                                                                                 \
+    "`byte`, or a SentencePiece `.model` file; with `from_hf` its `tokenizer.model`, where not given and there is one.")                             \
+  X(int64_t, seq_len, 0, any(), "Tokens of one sequence.")                                                                                           \
+  X(std::string, documents, "none", one_of("none, files, paragraphs, lines"),                                                                        \
+    "What is a document: none (one stream of text), a file, a paragraph or a line; windows pack whole documents, and attention stays within each.")  \
+  X(std::optional<bool>, bos, std::nullopt, unset("as a checkpoint that is gone on from; else with from_hf as its tokenizer files say; else false"), \
+    "Each document (each file, where `documents` is none) and a prompt begin with the tokenizer's beginning-of-text id.")                            \
+  X(bool, shuffle, true, any(), "Visit the windows in an order drawn from `seed`; false: in the order of the text.")                                 \
+  X(std::optional<int64_t>, seed, std::nullopt, unset("run.seed"), "Seed of the order of windows.")                                                  \
   X(std::string, cache_dir, "", path(), "Where packed corpora are kept; empty: `tessera` in `$XDG_CACHE_HOME` or `~/.cache`.")
 
 #define TESSERA_BATCH_FIELDS(X)                                                                                                             \

@@ -216,7 +216,7 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
             " was packed with documents = ", to_string(corpus->documents()),
             "; set data.documents to that, or make the file again with tessera tokenize --documents ", to_string(documents));
     require(corpus->bos() == bos, "data.bos = ", bos ? "true" : "false",
-            " (where it is not set, as the checkpoint or tokenizer_config.json of model.from_hf says): ", files[0].string(), " was packed ",
+            " (where it is not set, as the checkpoint or the tokenizer files of model.from_hf say): ", files[0].string(), " was packed ",
             bos ? "without" : "with", " beginning-of-text ids in front of documents; set data.bos = ", bos ? "false" : "true",
             ", or make the file again with tessera tokenize ", bos ? "--bos" : "without --bos");
     return corpus;

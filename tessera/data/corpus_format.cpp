@@ -86,7 +86,7 @@ bool begins_corpus(std::string_view begin) {
 CorpusWriter::CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content, const std::string& knob,
                            Documents documents, bool bos)
     : path_(path), knob_(knob), out_(path, std::ios::binary | std::ios::trunc), token_bytes_(tokenizer.token_bytes()) {
-  require(out_.good(), path.string(), ": cannot be written: ", reason_of_writing(errno), "; choose another ", knob);
+  if (!out_.good()) fail_to_write(path.string() + ": cannot be written", errno, "choose another " + knob);
   invariant(tokenizer.fingerprint().size() < sizeof header_.tokenizer && content.size() < sizeof header_.content, "fingerprints outgrew the corpus header");
   header_.vocab_size = static_cast<uint64_t>(tokenizer.vocab_size());
   header_.id_bytes = header_.vocab_size <= 1 << 16 ? 2 : 4;
@@ -151,7 +151,7 @@ void CorpusWriter::finish() {
   errno = 0;
   out_.close();
   note_failure();
-  require(out_.good(), path_.string(), ": cannot be written: ", reason_of_writing(reason_), "; free some space, or choose another ", knob_);
+  if (!out_.good()) fail_to_write(path_.string() + ": cannot be written", reason_, "choose another " + knob_);
 }
 
 }  // namespace tessera::data

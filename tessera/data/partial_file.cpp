@@ -2,7 +2,6 @@
 
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <regex>
 
 #include <fcntl.h>
@@ -14,6 +13,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 #include "tessera/core/host_name.h"
+#include "tessera/core/system_reason.h"
 
 // Whoever waited for the lock may have got that of a file which its holder has removed meanwhile: a lock belongs to the file and not to its name. So the name
 // is looked up again, and only the file that it names now counts. The lock saves work, and no more is asked of it: network file systems may refuse it, or keep
@@ -37,7 +37,7 @@ PartialFile::PartialFile(const std::filesystem::path& path, const std::string& k
   std::error_code error;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
   descriptor_ = ::open(lock_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  require(descriptor_ >= 0, lock_.string(), ": cannot be written: ", error ? error.message() : std::strerror(errno), "; choose another ", knob);
+  if (descriptor_ < 0) fail_to_write(lock_.string() + ": cannot be written", error ? error.value() : errno, "choose another " + knob);
   int failed = 0;
   while ((failed = ::flock(descriptor_, LOCK_EX)) != 0 && errno == EINTR) {
   }
@@ -75,7 +75,7 @@ void PartialFile::commit() {
   invariant(held_, "commit of ", partial_.string(), " without its lock");
   std::error_code error;
   std::filesystem::rename(partial_, path_, error);
-  require(!error, path_.string(), ": cannot be written in place of what is there: ", error.message(), "; move it elsewhere, or choose another path");
+  if (error) fail_to_write(path_.string() + ": cannot be written in place of what is there", error.value(), "move it elsewhere, or choose another path");
   std::filesystem::remove(lock_, error);
   held_ = false;
 }

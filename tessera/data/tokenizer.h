@@ -45,6 +45,9 @@ class Tokenizer {
   virtual std::optional<int32_t> bos() const = 0;
   virtual std::optional<int32_t> eos() const = 0;
 
+  /// The id of a piece of the vocabulary as it is written there ("<s>"); nothing where there is none, as of bytes.
+  virtual std::optional<int32_t> id_of(std::string_view /*piece*/) const { return std::nullopt; }
+
   /// Hash of everything that determines the ids; corpora and checkpoints are compared by it. `byte` for the byte tokenizer.
   virtual const std::string& fingerprint() const = 0;
 

@@ -121,16 +121,12 @@ std::filesystem::path train_tokenizer(const std::vector<std::filesystem::path>& 
   std::ofstream file(partial, std::ios::binary);
   file.write(model.data(), static_cast<std::streamsize>(model.size()));
   file.close();
-  int reason = errno;
-  bool written = file.good();
-  if (written) {
-    std::filesystem::rename(partial, place, error);
-    written = !error;
-    reason = error.value();
-  }
-  if (!written) std::filesystem::remove(partial, error);
-  require(written, path.string(), ": cannot be written: ", reason_of_writing(reason), "; free some space, or choose another output");
-  return path;
+  const int reason = errno;
+  if (file.good()) std::filesystem::rename(partial, place, error);
+  if (file.good() && !error) return path;
+  std::error_code ignored;
+  std::filesystem::remove(partial, ignored);
+  fail_to_write(path.string() + ": cannot be written", file.good() ? error.value() : reason, "choose another output");
 }
 
 }  // namespace tessera::data

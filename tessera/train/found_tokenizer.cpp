@@ -1,27 +1,37 @@
 #include "tessera/train/found_tokenizer.h"
 
-#include <filesystem>
+#include <algorithm>
 #include <iterator>
-#include <optional>
+#include <map>
 #include <utility>
 
+#include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/core/error.h"
 
 namespace tessera {
-
 namespace {
 
-/// The tokenizer that the folder of model.from_hf brings, where this one is another by content; nothing where it cannot be read.
-std::optional<std::filesystem::path> folders_other_tokenizer(const Config& config, const data::Tokenizer& tokenizer) {
+/// Whether the pieces of the two have the same ids; what the folder's adds beyond those of `tokenizer` is no difference.
+bool same_ids(const std::map<std::string, int64_t>& pieces, const data::Tokenizer& tokenizer) {
+  return std::ranges::all_of(pieces, [&](const auto& each) {
+    const auto id = tokenizer.id_of(each.first);
+    return each.second < tokenizer.vocab_size() ? id == each.second : !id;
+  });
+}
+
+/// `tokenizer`: that of the fingerprint, where it is at hand.
+std::optional<std::filesystem::path> other_tokenizer(const Config& config, const std::string& fingerprint, const data::Tokenizer* tokenizer) {
   if (config.model.from_hf.empty()) return std::nullopt;
   const auto own = checkpoint::hugging_face_tokenizer(config.model.from_hf);
-  if (!own) return std::nullopt;
   try {
-    return data::Tokenizer::load(own->string())->fingerprint() == tokenizer.fingerprint() ? std::nullopt : own;
-  } catch (const ConfigError&) {
-    return std::nullopt;
+    if (own) return data::Tokenizer::load(own->string())->fingerprint() == fingerprint ? std::nullopt : own;
+  } catch (const ConfigError&) {  // nobody can tell what it is, but for what follows
   }
+  const auto vocabulary = checkpoint::hugging_face_vocabulary(config.model.from_hf);
+  if (fingerprint == "byte") return own ? own : vocabulary ? std::optional(vocabulary->file) : std::nullopt;
+  if (!vocabulary || (tokenizer != nullptr && same_ids(vocabulary->ids, *tokenizer))) return std::nullopt;
+  return vocabulary->file;
 }
 
 /// What is to be said of a tokenizer that nobody named, or that is not the one which the folder brings: a saved configuration names the tokenizer that its run
@@ -32,8 +42,9 @@ std::vector<std::string> tokenizer_remarks(const Config& config, const data::Tok
   if (config.given.contains("data.tokenizer")) {
     const auto own = saved == nullptr ? folders_other_tokenizer(config, tokenizer) : std::nullopt;  // a checkpoint's is what it was trained with
     if (!own) return {};
+    const std::string name = own->extension() == ".model" ? "that one" : "the same vocabulary as a tokenizer.model, as this file is not read for ids,";
     return {detail::concat("data.tokenizer = ", config.data.tokenizer, ": is not the tokenizer that ", knobs.folder, " brings, ", own->string(),
-                           ", by which the same ids stand for other text; name that one with ", knobs.tokenizer, ", unless this one is meant")};
+                           ", by which the same ids stand for other text; name ", name, " with ", knobs.tokenizer, ", unless this one is meant")};
   }
   if (config.data.tokenizer != "byte") return {detail::concat(config.data.tokenizer, ": is the tokenizer that is taken; ", knobs.tokenizer, " names another")};
   if (config.model.vocab_size <= tokenizer.vocab_size()) return {};
@@ -54,17 +65,55 @@ std::string added_tokens_remark(const std::string& folder, int64_t ids) {
                         "): no prompt can spell them, as one that names them is read as other pieces, and those that the model makes are left out of the text");
 }
 
+/// The number of a token that has a text.
+std::optional<int64_t> id_in(const checkpoint::HuggingFaceToken& token, const data::Tokenizer& tokenizer) {
+  if (token.id) return token.id;
+  return tokenizer.id_of(token.text.value());
+}
+
+/// Of an id that a folder's tokenizer puts behind each text: here the tokenizer's own alone stands there, and not behind every text.
+std::string behind_remark(const std::string& folder, const checkpoint::HuggingFaceToken& token, const data::Tokenizer& tokenizer) {
+  const std::optional<int64_t> eos = tokenizer.eos();
+  const auto id = token.text ? id_in(token, tokenizer) : eos;
+  const std::string which = id == eos ? "an id" : "'" + *token.text + "'" + (id ? detail::concat(", id ", *id, ",") : "");
+  const std::string here = !eos        ? "none stands behind a text here, as the tokenizer has none for the end of one"
+                           : id == eos ? "here it stands behind documents or files (data.documents), and behind no prompt"
+                                       : detail::concat("here the tokenizer's own for the end of one, id ", *eos,
+                                                        ", stands behind documents or files (data.documents), and none behind a prompt");
+  return detail::concat(folder, ": its tokenizer puts ", which, " behind a text, too; ", here);
+}
+
+/// Refuses a folder that puts another id in front of a text than `bos`, the one that can be put there.
+void check_front(const checkpoint::HuggingFaceFrame& frame, const data::Tokenizer& tokenizer, int32_t bos) {
+  if (!frame.bos_token.text) return;
+  const auto id = id_in(frame.bos_token, tokenizer);
+  require(id == bos, frame.file.string(), ": puts '", *frame.bos_token.text, "' in front of a text, ",
+          id ? detail::concat("id ", *id) : "which is no piece of the tokenizer", ", and only the tokenizer's own beginning of text, id ", bos,
+          ", can be put there; data.bos = true puts that one, and data.bos = false none");
+}
+
 bool puts_bos(const Config& config, const checkpoint::Manifest* saved, FoundTokenizer& found) {
   if (config.data.bos) {
     if (*config.data.bos) data::require_bos(*found.tokenizer, "data.bos = true");
     return *config.data.bos;
   }
-  const auto bos = found.tokenizer->bos();
-  if (!bos) return false;
-  if (saved != nullptr) return data_identity(*saved).value("bos", false);  // also one from before there was such a key
+  const data::Tokenizer& tokenizer = *found.tokenizer;
+  const auto bos = tokenizer.bos();
+  if (saved != nullptr) return bos && data_identity(*saved).value("bos", false);  // also one from before there was such a key
   const std::string& folder = config.model.from_hf;
-  if (folder.empty() || !checkpoint::hugging_face_adds_bos(folder)) return false;
-  found.remarks.push_back(detail::concat((std::filesystem::path(folder) / "tokenizer_config.json").string(), ": puts id ", *bos,
+  if (folder.empty() || tokenizer.fingerprint() == "byte") return false;
+  const auto frame = checkpoint::hugging_face_frame(folder);
+  const bool own = !folders_other_tokenizer(config, tokenizer);
+  found.remarks.insert(found.remarks.end(), frame.remarks.begin(), frame.remarks.end());
+  if (frame.eos && own) found.remarks.push_back(behind_remark(folder, frame.eos_token, tokenizer));
+  if (!frame.bos) return false;
+  if (!bos) {
+    found.remarks.push_back(
+        detail::concat(frame.file.string(), ": puts an id in front of a text, and the tokenizer in use has none for the beginning of one: none is put"));
+    return false;
+  }
+  if (own) check_front(frame, tokenizer, *bos);
+  found.remarks.push_back(detail::concat(frame.file.string(), ": puts id ", *bos,
                                          " in front of a text, and so it is in front of each document and prompt here; data.bos = false leaves it out"));
   return true;
 }
@@ -74,6 +123,14 @@ bool puts_bos(const Config& config, const checkpoint::Manifest* saved, FoundToke
 void take_folder_tokenizer(Config& config) {
   if (config.model.from_hf.empty() || config.given.contains("data.tokenizer")) return;
   if (const auto own = checkpoint::hugging_face_tokenizer(config.model.from_hf)) config.data.tokenizer = own->string();
+}
+
+std::optional<std::filesystem::path> folders_other_tokenizer(const Config& config, const data::Tokenizer& tokenizer) {
+  return other_tokenizer(config, tokenizer.fingerprint(), &tokenizer);
+}
+
+std::optional<std::filesystem::path> folders_other_tokenizer(const Config& config, const std::string& fingerprint) {
+  return other_tokenizer(config, fingerprint, nullptr);
 }
 
 nlohmann::json data_identity(const checkpoint::Manifest& manifest) {
@@ -95,6 +152,8 @@ TextEnds text_ends(const Config& config, const data::Tokenizer& tokenizer, const
   }
   return ends;
 }
+
+void take_ends_of_rank_0(TextEnds& ends, const comm::Group& group) { ends.ids = checkpoint::gather_json(group, ends.ids).front().get<std::set<int64_t>>(); }
 
 FoundTokenizer open_tokenizer(const Config& config, const checkpoint::Manifest* saved, const TokenizerKnobs& knobs, const std::string& named) {
   FoundTokenizer found;

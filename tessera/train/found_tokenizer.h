@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -9,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/comm/group.h"
 #include "tessera/config/config.h"
 #include "tessera/data/tokenizer.h"
 
@@ -29,6 +32,13 @@ struct TokenizerKnobs {
 /// Where nobody named a tokenizer, that of model.from_hf is taken: ids mean nothing by another.
 void take_folder_tokenizer(Config& config);
 
+/// The file of the tokenizer that the folder of model.from_hf brings, where it is another than `tokenizer`: tokenizer.model of another content, or, where there
+/// is none, a vocabulary as JSON in which a piece has another id. Nothing where the folder brings none, or it cannot be read; but whatever it brings, bytes are
+/// another.
+std::optional<std::filesystem::path> folders_other_tokenizer(const Config& config, const data::Tokenizer& tokenizer);
+/// Of a tokenizer that is gone, of which the fingerprint is known alone: a vocabulary as JSON, against which it cannot be held, is another.
+std::optional<std::filesystem::path> folders_other_tokenizer(const Config& config, const std::string& fingerprint);
+
 /// What stands for the data in the agreement of a checkpoint; an empty object where it holds no such.
 nlohmann::json data_identity(const checkpoint::Manifest& manifest);
 
@@ -41,6 +51,10 @@ struct TextEnds {
 /// The tokenizer's end-of-text id, and what the folder of model.from_hf calls ends, unless it brings another tokenizer, whose ids stand for other text. The
 /// folder of a run (`saved`: its checkpoint) may be gone by now, or damaged, and says nothing then. Throws ConfigError.
 TextEnds text_ends(const Config& config, const data::Tokenizer& tokenizer, const checkpoint::Manifest* saved);
+
+/// Those of rank 0, for all: hosts may have another folder each, or none, and ranks that took other ends would wait for each other. Collective. Traffic: as of
+/// checkpoint::gather_json, some bytes a rank.
+void take_ends_of_rank_0(TextEnds& ends, const comm::Group& group);
 
 /// Opens data.tokenizer, or `named` where it is not empty. Whether its beginning-of-text id comes in front of documents, data.bos says; where it does not,
 /// `saved`, the checkpoint that is read or gone on from (null: none), or else the folder of model.from_hf. Throws ConfigError.

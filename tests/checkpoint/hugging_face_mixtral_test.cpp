@@ -154,6 +154,23 @@ TEST(HuggingFaceMixtral, KeyHeadsThatAreLeftOutAreTheirs) {
   EXPECT_EQ(key_heads(file), 8);
 }
 
+TEST(HuggingFaceMixtral, ExpertsThatAreLeftOutAreTheirs) {
+  const TemporaryFolder folder;
+  fs::create_directories(folder / "hf");
+  Config config;
+  config.model.from_hf = (folder / "hf").string();
+  auto file = mixtral_config();
+  file.erase("num_experts_per_tok");
+  file.erase("num_local_experts");
+  write_all(folder / "hf" / "config.json", file.dump());
+  const ModelConfig model = read_hugging_face_config(config);
+  EXPECT_EQ(model.experts, 8);
+  EXPECT_EQ(model.experts_per_token, 2);
+  file["num_experts_per_tok"] = nullptr;
+  write_all(folder / "hf" / "config.json", file.dump());
+  EXPECT_THAT([&] { read_hugging_face_config(config); }, ThrowsMessage<ConfigError>(HasSubstr("num_experts_per_tok is missing")));
+}
+
 TEST(HuggingFaceMixtral, StacksExpertsFromFilesOfBothKinds) {
   const Tensors tensors = mixtral_tensors();
   for (const bool of_transformers_5 : {false, true}) {

@@ -84,6 +84,17 @@ TEST(HuggingFaceConfigFile, ReadsLlamaOfTransformers4And5) {
   EXPECT_TRUE(read_config(folder, json).tie_embeddings);
 }
 
+TEST(HuggingFaceConfigFile, TakesOtherNamesOfAnActivationAndKeysThatAreNone) {
+  const TemporaryFolder folder;
+  auto llama = llama_config(), gpt2 = gpt2_config();
+  llama["hidden_act"] = "swish";
+  llama["partial_rotary_factor"] = nullptr;
+  llama["attention_bias"] = nullptr;
+  EXPECT_EQ(read_config(folder, llama).dim, 8);
+  gpt2["activation_function"] = "gelu_pytorch_tanh";
+  EXPECT_EQ(read_config(folder, gpt2).dim, 6);
+}
+
 TEST(HuggingFaceConfigFile, ReadsGpt2) {
   const TemporaryFolder folder;
   const ModelConfig model = read_config(folder, gpt2_config());
@@ -161,6 +172,7 @@ TEST(HuggingFaceConfigFile, RefusesByName) {
     expect_refused(config, "sliding_window", 4, "sliding_window = 4");
     expect_refused(config, "partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5");
     expect_refused(config, "is_causal", false, "is_causal = false");
+    expect_refused(config, "is_causal", nullptr, "is_causal = null");  // transformers takes it for false
     expect_refused(config, "quantization_config", {{"bits", 4}}, "quantization_config = {\"bits\":4}");
   }
   expect_refused(llama_config(), "sliding_window", 4, "MistralForCausalLM");
@@ -177,6 +189,8 @@ TEST(HuggingFaceConfigFile, RefusesByName) {
   expect_refused(llama_config(), "hidden_size", nullptr, "hidden_size is missing");
   expect_refused(llama_config(), "vocab_size", 5'000'000'000, "vocab_size");
   expect_refused(gpt2_config(), "activation_function", "relu", "activation_function = \"relu\"");
+  expect_refused(gpt2_config(), "scale_attn_weights", nullptr, "scale_attn_weights = null");
+  expect_refused(gpt2_config(), "tie_word_embeddings", nullptr, "tie_word_embeddings = null");
   expect_refused(gpt2_config(), "scale_attn_by_inverse_layer_idx", true, "scale_attn_by_inverse_layer_idx");
   write_all(folder / "config.json", "[1]");
   EXPECT_THAT([&] { read_hugging_face_config(config_for(folder.path())); }, ThrowsMessage<ConfigError>(HasSubstr("not a JSON object")));
@@ -209,27 +223,179 @@ TEST(HuggingFaceConfigFile, KeysThatAreSetMustAgree) {
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("model.max_seq_len = 11"), HasSubstr("10"))));
 }
 
-TEST(HuggingFaceTokenizer, SaysWhetherATextHasABeginning) {
-  const TemporaryFolder folder;
-  EXPECT_EQ(hugging_face_tokenizer(folder.path()), std::nullopt);
-  EXPECT_FALSE(hugging_face_adds_bos(folder.path())) << "nothing is said";
-  write_all(folder / "tokenizer.model", "pieces");
-  EXPECT_EQ(hugging_face_tokenizer(folder.path()), folder / "tokenizer.model");
-  const auto adds = [&](const nlohmann::json& json) {
-    write_all(folder / "tokenizer_config.json", json.dump());
-    return hugging_face_adds_bos(folder.path());
-  };
+/// A folder in which files are written anew for each question.
+class HuggingFaceTokenizer : public testing::Test {
+ protected:
+  HuggingFaceFrame frame(const nlohmann::json& config, const std::string& tokenizer = "") const {
+    std::filesystem::remove(folder_ / "tokenizer.json");
+    write_all(folder_ / "tokenizer_config.json", config.dump());
+    if (!tokenizer.empty()) write_all(folder_ / "tokenizer.json", tokenizer);
+    return hugging_face_frame(folder_.path());
+  }
+  bool adds(const nlohmann::json& config) const { return frame(config).bos; }
+  /// As transformers 5 saves it.
+  static std::string processor(const std::string& single, const std::string& ids = "[1]") {
+    return R"({"post_processor": {"type": "TemplateProcessing", "single": [)" + single + R"(], "special_tokens": {"<s>": {"id": "<s>", "ids": )" + ids +
+           R"(}, "</s>": {"id": "</s>", "ids": [2]}}}})";
+  }
+  const TemporaryFolder folder_;
+  const std::string bos_ = R"({"SpecialToken": {"id": "<s>", "type_id": 0}})", eos_ = R"({"SpecialToken": {"id": "</s>", "type_id": 0}})",
+                    text_ = R"({"Sequence": {"id": "A", "type_id": 0}})";
+};
+
+TEST_F(HuggingFaceTokenizer, SaysWhetherATextHasABeginning) {
+  EXPECT_EQ(hugging_face_tokenizer(folder_.path()), std::nullopt);
+  EXPECT_FALSE(hugging_face_frame(folder_.path()).bos) << "nothing is said";
+  EXPECT_THAT(hugging_face_frame(folder_.path()).remarks, testing::IsEmpty());
+  write_all(folder_ / "tokenizer.model", "pieces");
+  EXPECT_EQ(hugging_face_tokenizer(folder_.path()), folder_ / "tokenizer.model");
   EXPECT_TRUE(adds({{"add_bos_token", true}, {"tokenizer_class", "Unheard"}}));
   EXPECT_FALSE(adds({{"add_bos_token", false}, {"tokenizer_class", "LlamaTokenizer"}}));
   EXPECT_TRUE(adds({{"tokenizer_class", "LlamaTokenizer"}})) << "as that class does by itself";
-  EXPECT_TRUE(adds({{"add_bos_token", nullptr}, {"tokenizer_class", "LlamaTokenizerFast"}}));
+  EXPECT_FALSE(adds({{"add_bos_token", nullptr}, {"tokenizer_class", "LlamaTokenizerFast"}})) << "which takes null for false";
   EXPECT_FALSE(adds({{"tokenizer_class", "GPT2Tokenizer"}}));
   EXPECT_FALSE(adds(nlohmann::json::object()));
   EXPECT_THAT([&] { adds({{"add_bos_token", "yes"}}); }, ThrowsMessage<ConfigError>(HasSubstr("tokenizer_config.json: add_bos_token = \"yes\"")));
+  EXPECT_THAT(frame({{"tokenizer_class", "LlamaTokenizer"}}).remarks,
+              testing::ElementsAre(HasSubstr("as LlamaTokenizer of transformers 4 does, and that of 5")));
+  EXPECT_THAT(frame(nlohmann::json::object()).remarks, testing::ElementsAre(HasSubstr("neither add_bos_token nor tokenizer_class")));
 }
 
-TEST(HuggingFaceTokenizer, SaysWhereTextsEndAndWhatWasAdded) {
-  const TemporaryFolder folder;
+/// transformers 5 writes no add_bos_token.
+TEST_F(HuggingFaceTokenizer, ThePostProcessorSaysHowATextBegins) {
+  using testing::ElementsAre;
+  using testing::IsEmpty;
+  const nlohmann::json mistral{{"tokenizer_class", "TokenizersBackend"}, {"bos_token", "<s>"}}, llama{{"tokenizer_class", "LlamaTokenizer"}};
+  const std::string begun = processor(bos_ + "," + text_), plain = processor(text_);
+  const HuggingFaceFrame front = frame(mistral, begun);
+  EXPECT_TRUE(front.bos);
+  EXPECT_EQ(front.bos_token.text, "<s>");
+  EXPECT_EQ(front.bos_token.id, 1);
+  EXPECT_EQ(front.file, folder_ / "tokenizer.json");
+  EXPECT_FALSE(front.eos);
+  EXPECT_THAT(front.remarks, IsEmpty());
+  EXPECT_TRUE(frame(mistral, R"({"post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}, )" +
+                                 nlohmann::json::parse(begun).at("post_processor").dump() + "]}}")
+                  .bos);
+  const HuggingFaceFrame behind = frame(mistral, processor(text_ + "," + eos_));
+  EXPECT_TRUE(behind.eos);
+  EXPECT_EQ(behind.eos_token.text, "</s>");
+  EXPECT_EQ(behind.eos_token.id, 2);
+  EXPECT_EQ(frame(mistral, processor(bos_ + "," + eos_ + "," + text_)).bos_token.text, "<s> </s>");
+  EXPECT_EQ(frame(mistral, processor(bos_ + "," + eos_ + "," + text_)).bos_token.id, std::nullopt);
+  std::filesystem::remove(folder_ / "tokenizer_config.json");
+  EXPECT_TRUE(hugging_face_frame(folder_.path()).bos);
+
+  for (const std::string& none : {plain, std::string("{}"), std::string(R"({"post_processor": null})")}) {
+    EXPECT_FALSE(frame(mistral, none).bos) << none;
+    EXPECT_THAT(frame(mistral, none).remarks, IsEmpty()) << none;
+    const HuggingFaceFrame of_class = frame(llama, none);  // as saved with add_bos_token = false
+    EXPECT_FALSE(of_class.bos) << none;
+    EXPECT_THAT(of_class.remarks,
+                ElementsAre(AllOf(HasSubstr("puts no id in front of a text, and LlamaTokenizer of transformers 4 puts an id"), HasSubstr("data.bos"))));
+  }
+  EXPECT_THAT(frame(llama, begun).remarks, IsEmpty());
+
+  for (const bool said : {false, true}) {  // each of the two is taken by one version
+    EXPECT_EQ(frame({{"add_bos_token", said}}, said ? plain : begun).bos, said);
+    EXPECT_THAT(frame({{"add_bos_token", said}}, said ? plain : begun).remarks,
+                ElementsAre(AllOf(HasSubstr(said ? "add_bos_token = true contradicts" : "add_bos_token = false contradicts"),
+                                  HasSubstr(said ? "puts no id" : "puts '<s>'"), HasSubstr("transformers 4"), HasSubstr("data.bos"))));
+    EXPECT_THAT(frame({{"add_bos_token", said}, {"bos_token", "<s>"}}, said ? begun : plain).remarks, IsEmpty());
+  }
+  EXPECT_THAT(frame({{"add_bos_token", true}, {"bos_token", "</s>"}}, begun).remarks, ElementsAre(HasSubstr("contradicts")));
+
+  for (const std::string wrong : {R"({"post_processor": {"type": "RobertaProcessing"}})", R"({"post_processor": {"type": "TemplateProcessing"}})",
+                                  R"({"post_processor": 3})", R"({"post_processor": {"type": "TemplateProcessing", "single": []}})", "version https://git-lfs",
+                                  R"({"post_processor": {"type": "Sequence", "processors": [{"type": "RobertaProcessing"}]}})"}) {
+    EXPECT_FALSE(frame(mistral, wrong).bos) << wrong;
+    EXPECT_THAT(frame(mistral, wrong).remarks, ElementsAre(AllOf(HasSubstr("cannot be told"), HasSubstr("no id is put"), HasSubstr("data.bos")))) << wrong;
+    EXPECT_TRUE(frame(llama, wrong).bos) << wrong;
+    EXPECT_THAT(frame(llama, wrong).remarks, ElementsAre(HasSubstr(": an id is put in front of a text, as LlamaTokenizer does"))) << wrong;
+    EXPECT_THAT(frame({{"add_bos_token", true}}, wrong).remarks, IsEmpty()) << "it is not asked";
+  }
+}
+
+/// As transformers 4.57 and 5.24 tokenize: beside tokenizer.json, classes other than a LLaMA's pass over the two flags.
+TEST_F(HuggingFaceTokenizer, AFlagThatTheClassDoesNotHeedSaysNothing) {
+  using testing::ElementsAre;
+  const std::string plain = processor(text_), begun = processor(bos_ + "," + text_), null = R"({"post_processor": null})";
+  nlohmann::json config{{"tokenizer_class", "PreTrainedTokenizerFast"}, {"add_bos_token", true}, {"add_eos_token", true}, {"bos_token", "<s>"}};
+  for (const std::string& none : {plain, null}) {
+    EXPECT_FALSE(frame(config, none).bos) << none;
+    EXPECT_FALSE(frame(config, none).eos) << none;
+    EXPECT_EQ(frame(config, none).file, folder_ / "tokenizer.json");
+    EXPECT_THAT(frame(config, none).remarks,
+                ElementsAre(AllOf(HasSubstr("add_bos_token = true contradicts the post_processor of"), HasSubstr("which puts no id in front of a text"),
+                                  HasSubstr("PreTrainedTokenizerFast of transformers 4 and of 5 goes by the second, as is done here"), HasSubstr("data.bos"))));
+  }
+  EXPECT_TRUE(frame(config, begun).bos);
+  EXPECT_THAT(frame(config, begun).remarks, testing::IsEmpty());
+  EXPECT_TRUE(frame(config).bos) << "without the file it is heeded";
+  EXPECT_TRUE(frame(config, "version https://git-lfs").bos);
+  EXPECT_THAT(frame(config, "version https://git-lfs").remarks,
+              ElementsAre(AllOf(HasSubstr("cannot be told"), HasSubstr("PreTrainedTokenizerFast goes by that: an id is put"))));
+  config["add_bos_token"] = false;
+  EXPECT_TRUE(frame(config, begun).bos);
+  EXPECT_THAT(frame(config, begun).remarks, ElementsAre(HasSubstr("add_bos_token = false contradicts")));
+  config["tokenizer_class"] = "LlamaTokenizerFast";
+  EXPECT_FALSE(frame(config, begun).bos) << "transformers 4 makes the post_processor anew";
+  EXPECT_TRUE(frame(config, begun).eos);
+}
+
+TEST_F(HuggingFaceTokenizer, ACodeLlamasPutsAnIdInFrontWhateverThePostProcessor) {
+  const std::string both = processor(bos_ + "," + text_ + "," + eos_);
+  for (const std::string name : {"CodeLlamaTokenizer", "CodeLlamaTokenizerFast"}) {
+    nlohmann::json config{{"tokenizer_class", name}};
+    for (const std::string& file :
+         {processor(text_), both, std::string(R"({"post_processor": null})"), std::string("version https://git-lfs"), std::string()}) {
+      EXPECT_TRUE(frame(config, file).bos) << name << file;
+      EXPECT_FALSE(frame(config, file).eos) << name << file;
+      EXPECT_THAT(frame(config, file).remarks, testing::IsEmpty()) << name << file;
+    }
+    config["add_bos_token"] = false;
+    EXPECT_FALSE(frame(config, both).bos);
+    EXPECT_THAT(frame(config, both).remarks, testing::ElementsAre(AllOf(HasSubstr("add_bos_token = false is what " + name + " of transformers 4 goes by"),
+                                                                        HasSubstr("that of 5 puts an id in front of a text all the same"))));
+    EXPECT_THAT(frame(config).remarks, testing::IsEmpty()) << "without tokenizer.json, both go by it";
+  }
+}
+
+TEST_F(HuggingFaceTokenizer, NamesTheTokenInFrontOfAText) {
+  using testing::IsEmpty;
+  nlohmann::json config{{"add_bos_token", true}};
+  EXPECT_EQ(frame(config).bos_token.text, std::nullopt) << "the tokenizer's own";
+  config["bos_token"] = "</s>";
+  EXPECT_EQ(frame(config).bos_token.text, "</s>");
+  EXPECT_EQ(frame(config).bos_token.id, std::nullopt);
+  config["bos_token"] = {{"__type", "AddedToken"}, {"content", "[BOS]"}};
+  config["added_tokens_decoder"] = {{"1", {{"content", "[BOS]"}}}};
+  EXPECT_EQ(frame(config).bos_token.text, "[BOS]");
+  EXPECT_EQ(frame(config).bos_token.id, 1) << "a piece may have another name there";
+  EXPECT_FALSE(frame(config).eos);
+  config["add_eos_token"] = true;
+  EXPECT_TRUE(frame(config).eos);
+  EXPECT_EQ(frame(config).eos_token.text, std::nullopt) << "the tokenizer's own";
+  config["eos_token"] = "<|im_end|>";
+  config["added_tokens_decoder"]["32000"] = {{"content", "<|im_end|>"}};
+  EXPECT_EQ(frame(config).eos_token.text, "<|im_end|>");
+  EXPECT_EQ(frame(config).eos_token.id, 32000);
+  config["eos_token"] = nullptr;
+  EXPECT_FALSE(frame(config).eos);
+  config["bos_token"] = nullptr;
+  EXPECT_FALSE(frame(config).bos);
+  EXPECT_THAT(frame(config).remarks, testing::ElementsAre(HasSubstr("bos_token = null: there is no id to put in front of a text")));
+  config["bos_token"] = 3;
+  EXPECT_THAT([&] { frame(config); }, ThrowsMessage<ConfigError>(HasSubstr("tokenizer_config.json: bos_token = 3 is of the wrong type")));
+  config["bos_token"] = "<s>";
+  write_all(folder_ / "special_tokens_map.json", R"({"bos_token": "</s>"})");
+  EXPECT_EQ(frame(config).bos_token.text, "<s>");
+  config.erase("added_tokens_decoder");
+  EXPECT_EQ(frame(config).bos_token.text, "</s>") << "as older files say it";
+}
+
+TEST_F(HuggingFaceTokenizer, SaysWhereTextsEndAndWhatWasAdded) {
+  const TemporaryFolder& folder = folder_;
   const auto ends = [&] { return hugging_face_ends(folder.path()); };
   EXPECT_THAT(ends(), testing::IsEmpty());
   write_all(folder / "config.json", R"({"eos_token_id": 2})");
@@ -252,6 +418,24 @@ TEST(HuggingFaceTokenizer, SaysWhereTextsEndAndWhatWasAdded) {
   EXPECT_EQ(added(10), (Added{{10, "<|im_end|>"}, {11, "<pad>"}, {12, "?"}}));
   write_all(folder / "tokenizer_config.json", R"({"added_tokens_decoder": {"1x": {"content": "<s>"}}})");
   EXPECT_THAT([&] { added(10); }, ThrowsMessage<ConfigError>(HasSubstr("added_tokens_decoder: '1x' is no id")));
+}
+
+TEST_F(HuggingFaceTokenizer, ReadsWhichIdsPiecesHave) {
+  using Ids = std::map<std::string, int64_t>;
+  const auto read = [&](const std::string& name, const std::string& text) {
+    write_all(folder_ / name, text);
+    const auto found = hugging_face_vocabulary(folder_.path());
+    EXPECT_EQ(found->file, folder_ / name);
+    return found->ids;
+  };
+  EXPECT_FALSE(hugging_face_vocabulary(folder_.path()));
+  EXPECT_EQ(read("vocab.json", R"({"!": 0, "added_tokens": 1})"), (Ids{{"!", 0}, {"added_tokens", 1}}));
+  const std::string name = "tokenizer.json";
+  EXPECT_EQ(read(name, R"({"model": {"vocab": {"<s>": 1, "e": 3}}, "added_tokens": [{"id": 1, "content": "<s>"}, {"id": 9, "content": "<|im_end|>"}]})"),
+            (Ids{{"<s>", 1}, {"e", 3}, {"<|im_end|>", 9}}));
+  EXPECT_EQ(read(name, R"({"model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["e", -1.5]]}})"), (Ids{{"<unk>", 0}, {"e", 1}}));
+  for (const char* wrong : {"version https://git-lfs", "{}", "[]", R"({"model": {"vocab": {"e": "3"}}})", R"({"model": {"vocab": ["e"]}})"})
+    EXPECT_EQ(read(name, wrong), Ids{}) << wrong;
 }
 
 TEST(LoadHuggingFace, FillsLlamaInAnyDtype) {
@@ -322,6 +506,22 @@ TEST(LoadHuggingFace, TakesTheFirstPositionsOfALongerTable) {
   const auto targets = targets_for(model);
   load_hugging_face(folder.path(), model, targets);
   EXPECT_TRUE(at::equal(find(targets, "embed_positions.weight"), gpt2_tensors().at("transformer.wpe.weight").narrow(0, 0, 4)));
+}
+
+TEST(LoadHuggingFace, ATableOfPositionsIsThatOfTheFoldersOwnModel) {
+  for (const int64_t rows : {9, 11}) {
+    const TemporaryFolder folder;
+    auto tensors = gpt2_tensors();
+    tensors["transformer.wpe.weight"] = at::randn({rows, 6});
+    write_model(folder, gpt2_config(), tensors);
+    for (const std::optional<int64_t> used : {std::optional<int64_t>(), std::optional<int64_t>(4)}) {
+      Config config = config_for(folder.path());
+      config.model.max_seq_len = used;
+      const auto model = read_hugging_face_config(config);
+      EXPECT_THAT([&] { load_hugging_face(folder.path(), model, targets_for(model)); },
+                  ThrowsMessage<ConfigError>(HasSubstr(detail::concat("shape of transformer.wpe.weight: [", rows, ", 6] in the file, [10, 6] in the model"))));
+    }
+  }
 }
 
 TEST(LoadHuggingFace, ReadsShardedFilesAndOnlyTheSlicesAskedFor) {
