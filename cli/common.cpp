@@ -2,7 +2,6 @@
 
 #include <cerrno>
 #include <csignal>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <initializer_list>
@@ -15,6 +14,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/log.h"
+#include "tessera/core/system_reason.h"
 #include "tessera/launch/local.h"
 #include "tessera/pipeline/schedules/timed.h"
 #include "tessera/train/pipeline_layout.h"
@@ -40,8 +40,10 @@ std::string check_output_file(const char* knob, const std::string& file, const s
   if (file.empty()) return file;
   const auto place = output_place(file, knob);
   const auto folder = std::filesystem::absolute(place).parent_path();
-  const std::string problem = problem_of_writing_in(folder);
-  require(problem.empty(), knob, " = ", file, ": nothing can be written in ", folder.string(), ": ", problem, "; name a file in a folder that can be written");
+  if (const int problem = problem_of_writing_in(folder); problem != 0) {
+    const std::string what = detail::concat(knob, " = ", file, ": nothing can be written in ", folder.string());
+    fail_to_write(what, problem, is_full(problem) ? "name a file on another disk" : "name a file in a folder that can be written");
+  }
   if (!is_there(place)) return place.string();
   for (const auto& input : inputs) {
     std::error_code neither;
@@ -96,12 +98,12 @@ void say_once(const std::vector<std::string>& remarks) {
   for (const auto& remark : remarks) log().warn("{}", remark);
 }
 
-std::string problem_of_writing_in(const std::filesystem::path& folder) {
+int problem_of_writing_in(const std::filesystem::path& folder) {
   const auto probe = folder / detail::concat(".tessera_", getpid());
   errno = 0;
   std::ofstream file(probe);
   file << "written to see whether it can be\n" << std::flush;
-  const std::string problem = file.good() ? "" : std::strerror(errno);
+  const int problem = file.good() ? 0 : errno != 0 ? errno : EIO;
   file.close();
   std::error_code ignored;
   std::filesystem::remove(probe, ignored);

@@ -50,8 +50,8 @@ void within_memory(const Config& config, const std::string& smaller, const std::
 /// Says remarks aloud, on the first rank alone.
 void say_once(const std::vector<std::string>& remarks);
 
-/// Why nothing can be written in a folder; empty: it can. Makes a file in it to see, and removes that.
-std::string problem_of_writing_in(const std::filesystem::path& folder);
+/// Why nothing can be written in a folder, an errno; 0: it can. Makes a file in it to see, and removes that.
+int problem_of_writing_in(const std::filesystem::path& folder);
 
 /// Whether this process is to start copies of itself: several ranks are asked for, and no launcher started it.
 bool starts_copies(int nproc);

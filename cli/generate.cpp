@@ -113,12 +113,14 @@ void check_sampling(const SampleOptions& sample) {
 }
 
 /// As the model cannot see more tokens at once than it was made for.
-void say_what_is_forgotten(size_t tokens, const ModelConfig& model) {
-  const int64_t most = model.max_seq_len.value_or(0);
-  if (most == 0 || static_cast<int64_t>(tokens) < most) return;
+void say_what_is_forgotten(size_t prompt, int64_t wanted, const ModelConfig& model) {
+  const int64_t most = model.max_seq_len.value_or(0), tokens = static_cast<int64_t>(prompt);
+  if (most == 0 || tokens < most) return;
+  const int64_t newest = newest_tokens(tokens, most, wanted);
+  if (newest == tokens) return;
   log().warn(
       "--prompt has {} tokens, and the model sees at most model.max_seq_len = {} at once, those that it makes included: it goes on from the last {} alone",
-      tokens, most, std::max<int64_t>(most / 2, 1));
+      tokens, most, newest);
 }
 
 /// One text is made by one copy of the model.
@@ -142,13 +144,6 @@ Settings flag_settings(const GenerateFlags& flags) {
           {"--temperature", format_float(flags.sample.temperature)},
           {"--top-k", std::to_string(flags.sample.top_k)},
           {"--top-p", format_float(flags.sample.top_p)}};
-}
-
-/// Files say it, of which each host may have its own; ranks that take another end would wait for each other.
-Settings::value_type ends_setting(const TextEnds& ends) {
-  std::string list;
-  for (const int64_t id : ends.ids) list += (list.empty() ? "" : ", ") + std::to_string(id);
-  return {"eos_token_id", list};
 }
 
 /// What the flags ask for: of each prompt so many samples, of which each has a seed of its own, the same beside any others.
@@ -188,7 +183,7 @@ int generate_text(const GenerateFlags& flags) {
   const data::Tokenizer& tokenizer = *found.tokenizer;
   const auto remarks = reading_remarks(source, flags.sets);
   const Wanted wanted = wanted_texts(flags, found);
-  const TextEnds ends = text_ends(config, tokenizer, source.checkpoint ? &source.checkpoint->manifest : nullptr);
+  TextEnds ends = text_ends(config, tokenizer, source.checkpoint ? &source.checkpoint->manifest : nullptr);
   const int ranks = world_size(flags.nproc);
   check_layout(config, ranks);
   const at::Device device = device_for(config.run.device, flags.nproc);
@@ -199,16 +194,16 @@ int generate_text(const GenerateFlags& flags) {
   say_once(ends.remarks);
   Settings settings = reading_settings(source, found);
   for (auto& flag : flag_settings(flags)) settings.push_back(std::move(flag));
-  settings.push_back(ends_setting(ends));
   if (comm::read_environment().rank == 0) {
     for (size_t i = 0; i < wanted.requests.size(); i += static_cast<size_t>(flags.samples))
-      say_what_is_forgotten(wanted.requests[i].prompt.size(), config.model);
+      say_what_is_forgotten(wanted.requests[i].prompt.size(), flags.max_tokens, config.model);
   }
   auto options = comm::world_options(config.comm);
   options.device = device;
   auto world = comm::World::from_environment(options);
   world.guard([&] {
     check_ranks_agree(world.group(), settings);
+    take_ends_of_rank_0(ends, world.group());
     precision::settle_compute(source.config, device, world.group());
     RankScope scope(config, world.local_size());
     scope.compute_on(device);
@@ -237,8 +232,10 @@ void add_generate(Command app, int& exit_code) {
   command.add_option("--checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)");
   command.add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
   command
-      .add_option("--prompt", flags->prompts,
-                  "Text to continue; of one that fills model.max_seq_len the model sees the end alone, which is said; may be given several times")
+      .add_option(
+          "--prompt", flags->prompts,
+          "Text to continue; of one that fills model.max_seq_len the model sees its end, as much as leaves room for --max-tokens, at least half, which is "
+          "said; may be given several times")
       .required()
       .one_at_a_time();
   command.add_option("--samples", flags->samples, "Texts to make of each prompt, with seed, seed + 1, ...").shows_default();

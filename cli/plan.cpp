@@ -58,13 +58,15 @@ void say_explanation(plan::Preset of, const PlanRequest& request) {
   config.pipeline = {};
   config.tensor = {};
   config.offload = {};
-  for (const std::string& set : request.flags().sets) {
+  std::vector<std::string> left_out;  // by the file or by --set
+  for (const std::string& key : config.given) {
     const bool is_of_layout = std::ranges::any_of(std::vector<std::string_view>{"mesh.", "zero.", "pipeline.", "tensor.", "offload."},
-                                                  [&](std::string_view section) { return set.starts_with(section); });
-    if (is_of_layout) log().warn("--explain: is of one device that has all of it, and `--set {}` is left out", set);
+                                                  [&](std::string_view section) { return key.starts_with(section); });
+    if (is_of_layout) left_out.push_back(key);
   }
   request.settle(config, 1);
-  const auto explanation = plan::explain(config, of.parameters, request.world_or_8());
+  auto explanation = plan::explain(config, of.parameters, request.world_or_8());
+  explanation.left_out = std::move(left_out);
   if (request.flags().json) {
     std::printf("%s\n", json_text(plan::to_json(explanation), 2).c_str());
     return;

@@ -4,7 +4,6 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -29,6 +28,8 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 #include "tessera/core/log.h"
+#include "tessera/core/system_reason.h"
+#include "tessera/core/text_file.h"
 #include "tessera/layout/slice.h"
 #include "tessera/memory/history.h"
 #include "tessera/memory/host_memory.h"
@@ -98,9 +99,10 @@ std::optional<DumpRequest> dump_request(const TrainFlags& flags, const Config& c
     require(!std::filesystem::equivalent(folder, input, error), "--dump-dir = ", folder, ": is what this command reads (", input, "); name another folder");
   }
   std::filesystem::create_directories(folder, error);
-  require(!error, "--dump-dir = ", folder, ": cannot be made: ", error.message(), "; name a folder that can be written");
-  const std::string problem = problem_of_writing_in(folder);
-  require(problem.empty(), "--dump-dir = ", folder, ": nothing can be written there: ", problem, "; make room there, or name a folder on another disk");
+  if (error) fail_to_write("--dump-dir = " + folder + ": cannot be made", error.value(), "name a folder that can be written");
+  if (const int problem = problem_of_writing_in(folder); problem != 0) {
+    fail_to_write("--dump-dir = " + folder + ": nothing can be written there", problem, "name a folder on another disk");
+  }
   return DumpRequest{step, folder};
 }
 
@@ -182,9 +184,11 @@ std::string record_dir(const Config& config) {
 }
 
 // Where there is no room, a run goes on without it (but for --strict-log), as without a line of metrics.jsonl: one that starts again over a full disk must not
-// end there. What was there before stays until the new text is whole.
+// end there. What was there before stays until the new text is whole: the restart may read it.
 void write_text(const std::filesystem::path& file, const std::string& text, bool strict) {
   std::error_code error;
+  const bool was_there = std::filesystem::is_regular_file(file, error);
+  if (was_there && read_text_file(file.string(), file.string()) == text) return;
   std::filesystem::create_directories(file.parent_path(), error);
   const int no_folder = error.value();
   std::filesystem::path whole = file;
@@ -200,11 +204,11 @@ void write_text(const std::filesystem::path& file, const std::string& text, bool
     reason = error.value();
   }
   std::filesystem::remove(whole, error);
-  const std::string problem =
-      detail::concat("log.dir = ", file.parent_path().string(), ": ", file.filename().string(), " cannot be written: ", std::strerror(reason));
-  const bool full = reason == ENOSPC || reason == EDQUOT;
-  require(full && !strict, problem, full ? "; make room, or leave out --strict-log" : "; set log.dir to a folder that can be written");
-  log().warn("{}; the run goes on without it", problem);
+  const std::string name = file.filename().string();
+  const std::string problem = detail::concat("log.dir = ", file.parent_path().string(), ": ", name, " cannot be written");
+  if (strict || !is_full(reason)) fail_to_write(problem, reason, is_full(reason) ? "leave out --strict-log" : "set log.dir to a folder that can be written");
+  log().warn("{}: {}; the run goes on without it{}", problem, reason_of_writing(reason),
+             was_there ? detail::concat(", and the ", name, " that is there tells another start's settings, not this one's") : "");
 }
 
 // Over what a run of this build has saved; anything else stays beside it, under a name that nothing has.
@@ -361,9 +365,11 @@ void try_checkpoint_dir(const Config& config) {
   if (config.checkpoint.dir.empty()) return;
   std::error_code error;
   std::filesystem::create_directories(config.checkpoint.dir, error);
-  const std::string problem = error ? error.message() : problem_of_writing_in(config.checkpoint.dir);
-  require(problem.empty(), "checkpoint.dir = ", config.checkpoint.dir, ": nothing can be written there: ", problem,
-          "; set checkpoint.dir to a folder that can be, or to \"\" for no checkpoints");
+  const int problem = error ? error.value() : problem_of_writing_in(config.checkpoint.dir);
+  if (problem != 0) {
+    fail_to_write("checkpoint.dir = " + config.checkpoint.dir + ": nothing can be written there", problem,
+                  "set checkpoint.dir to a folder that can be, or to \"\" for no checkpoints");
+  }
 }
 
 int train(const TrainFlags& flags) {
@@ -458,8 +464,8 @@ int train(const TrainFlags& flags) {
     trainer.stop_when([&] { return signals->received(); });
     trainer.run();
     // The run is over and saved: other agents of the launcher may still hand on the request to stop while ranks leave.
+    signals->leave_ignored(SIGTERM);
     signals.reset();
-    std::signal(SIGTERM, SIG_IGN);
   };
   world.guard([&] {
     try {

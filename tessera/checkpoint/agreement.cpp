@@ -44,7 +44,12 @@ void check_data(const nlohmann::json& saved, const nlohmann::json& current, cons
   const bool same_tokenizer = before.value("tokenizer", nlohmann::json()) == now.value("tokenizer", nlohmann::json());
   require(!same_tokenizer || bos_of(before) == bos_of(now), "data.bos = ", bos_of(now), ": ", source, " was written with ", bos_of(before),
           "; resume with the same value, or start anew with checkpoint.resume = \"\"");
-  throw ConfigError(detail::concat(same_tokenizer ? "data.files: the text is not the one" : "data.tokenizer: the tokenizer is not the one", " that ", source,
+  const std::string content = before.value("content", "");
+  require(!same_tokenizer, "data.files: the files do not hold, byte for byte, what ", source,
+          " was written with: another text, or the same one compressed otherwise, or unpacked; resume with the files as they were then",
+          content.empty() ? "" : detail::concat(", or with what was packed of them (*-", content, ".bin in data.cache_dir then) as data.files"),
+          ", or start anew with checkpoint.resume = \"\"");
+  throw ConfigError(detail::concat("data.tokenizer: the tokenizer is not the one that ", source,
                                    " was written with; resume with the same, as it was then, or start anew with checkpoint.resume = \"\""));
 }
 

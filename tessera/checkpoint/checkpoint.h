@@ -55,8 +55,9 @@ std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, const
 std::vector<SlicedTensor> model_targets(const torch::nn::Module& model);
 
 /// The same as targets for the checkpoint that `source` describes, whose optimizer may hold state of other parameters: it makes room for the state of those
-/// that were trained there and are frozen here, and leaves out the state of those that have had no update there, which stays zero. Where one of the two has
-/// fp32 masters and the other has none, masters are filled from the weights, and weights from the masters (LoadOptions::convert).
+/// that were trained there and are frozen here, and for the masters of those that are trained here, in another type than they are stored in. It leaves out the
+/// state of those that have had no update there, which stays zero. Where one of the two has fp32 masters and the other
+/// has none, or weights are of another type, masters are filled from the weights, and weights from the masters (LoadOptions::convert).
 std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim::Optimizer& optimizer, const Manifest& source);
 
 /// What save() writes.
@@ -84,16 +85,21 @@ struct LoadReport {
   std::set<std::string> fresh;                   ///< targets that stay as they were, by stored name; LoadOptions::partial allowed it
   std::set<std::string> unread;                  ///< stored tensors that no target takes, likewise
   std::map<std::string, std::string> converted;  ///< targets that are kept in another dtype than was stored: "F32 -> BF16"; LoadOptions::convert allowed it
+  std::vector<std::string> partial;              ///< LoadOptions::partial
   uint64_t read_bytes = 0;                       ///< of the stored slices that were mapped: what the disk is asked for at most
 };
 
-/// Kind and update counts of an optimizer, and back. A parameter that load() left fresh counts from 0. restore throws ConfigError where kind or parameters
-/// differ.
+/// Kind and update counts of an optimizer, with the kind that updates each parameter, and back. A parameter that load() left fresh counts from 0, and so does
+/// one that LoadOptions::partial matches and another kind of optimizer has updated. restore throws ConfigError where kind or parameters differ, or the kind of
+/// another parameter (of which checkpoints of before it was kept say nothing).
 nlohmann::json optimizer_json(const optim::Optimizer& optimizer);
 /// With the update counts of all ranks of `group`, each of which may have a part of the model (stages of a pipeline). Collective.
 nlohmann::json optimizer_json(const optim::Optimizer& optimizer, const comm::Group& group);
 /// `saved` with the counts of this optimizer's parameters alone: the checkpoint is of a model of which it has a part.
 nlohmann::json own_counts(const nlohmann::json& saved, const optim::Optimizer& optimizer);
+/// Refuses parameters that an optimizer of another kind has updated, as far as `saved` says so, but for those that `partial` (LoadOptions) matches. Throws
+/// ConfigError.
+void check_kinds(const nlohmann::json& saved, const optim::Optimizer& optimizer, const std::vector<std::string>& partial);
 /// Parameters of which the checkpoint has an update that is not in its weights (optim::kNextState).
 std::set<std::string> updates_ahead(const Manifest& manifest);
 void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer, const LoadReport& loaded = {});
@@ -114,8 +120,13 @@ struct LoadOptions {
   /// Parameters, by pattern ("head.*"), whose tensors (weights, buffers, optimizer state) may be missing, extra, mis-shaped or of another dtype: then they are
   /// left as they are. A pattern that matches nothing is refused.
   std::vector<std::string> partial = {};
-  /// Floating tensors may be stored in another floating dtype than the targets': they are rounded to nearest, or widened.
+  /// Floating tensors may be stored in another floating dtype than the targets': they are rounded to nearest, or widened. Weights take the values of their fp32
+  /// masters, where the checkpoint has these and they round to what is stored (fill_fullest).
   bool convert = false;
+  /// Stored names of which this is so in any case.
+  std::set<std::string> converted = {};
+
+  bool converts(const std::string& stored) const { return convert || converted.contains(stored); }
 };
 
 /// Refuses a pattern of LoadOptions::partial that matches neither what a checkpoint holds nor any of the whole model's parameters: before there are ranks of

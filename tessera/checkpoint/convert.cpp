@@ -8,24 +8,24 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/where.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/files.h"
+#include "tessera/checkpoint/fullest.h"
 #include "tessera/checkpoint/hugging_face_family.h"
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/narrowing.h"
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
+#include "tessera/checkpoint/stored_slices.h"
 #include "tessera/checkpoint/unfinished_folder.h"
 #include "tessera/config/limits.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/rng.h"
 #include "tessera/nn/adapter_names.h"
-#include "tessera/nn/expanded.h"
 
 // All that is wrong with a checkpoint is found before the first byte is written, and told at once. Then one tensor at a time is put together from its slices,
 // hashed as they are read, so that a model need not fit into memory. The folder has another name until it is whole.
@@ -207,10 +207,11 @@ Exported write_files(const fs::path& folder, const std::vector<std::vector<Plann
   return exported;
 }
 
-/// What the folder that a model began from says of its text; nothing where it cannot be read any more.
+/// What the folder that a model began from says of its text; nothing where it cannot be read any more, or is damaged.
 struct Origin {
   nlohmann::json config;
-  std::optional<std::string> generation_config;
+  std::optional<std::string> generation_config;  ///< its text
+  std::set<int64_t> ends{}, generation_ends{};   ///< eos_token_id of the two
 };
 
 std::optional<Origin> origin_of(const ModelConfig& model) {
@@ -218,24 +219,44 @@ std::optional<Origin> origin_of(const ModelConfig& model) {
   if (folder.empty()) return std::nullopt;
   try {
     Origin origin{.config = read_json(folder / "config.json"), .generation_config = std::nullopt};
+    origin.ends = read_ids(HuggingFaceConfig(folder / "config.json"), "eos_token_id");
     const fs::path generation = folder / "generation_config.json";
-    if (is_there(generation)) origin.generation_config = read_text_file(generation, 1 << 20);
-    return origin.config.is_object() ? std::optional(std::move(origin)) : std::nullopt;
+    if (is_there(generation)) {
+      origin.generation_config = read_text_file(generation, 1 << 20);
+      origin.generation_ends = read_ids(HuggingFaceConfig(generation), "eos_token_id");
+    }
+    return origin;
   } catch (const ConfigError&) {
     return std::nullopt;
   }
 }
 
+/// As transformers writes them.
+nlohmann::json ends_json(const std::set<int64_t>& ends) {
+  if (ends.empty()) return nullptr;
+  return ends.size() == 1 ? nlohmann::json(*ends.begin()) : nlohmann::json(ends);
+}
+
 /// Without an id that ends a text, a generate of transformers goes on to its last token. One that config.json leaves out is what their class takes for it.
-void add_text_ids(nlohmann::json& config, const std::optional<Origin>& origin, const ExportOptions& options) {
-  if (!origin) {
-    const TextIds ids = options.text_ids ? options.text_ids() : TextIds();
-    for (const auto& [key, id] : {std::pair{"bos_token_id", ids.bos}, {"eos_token_id", ids.eos}}) config[key] = id ? nlohmann::json(*id) : nlohmann::json();
+void add_text_ids(nlohmann::json& config, const std::optional<Origin>& origin, const TextIds& ids) {
+  if (!origin || !ids.folders) {
+    config["bos_token_id"] = ids.bos ? nlohmann::json(*ids.bos) : nlohmann::json();
+    config["eos_token_id"] = ends_json(ids.ends);
     return;
   }
   for (const char* const key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
     if (origin->config.contains(key)) config[key] = origin->config[key];
   }
+  if (!ids.ends.empty() && ids.ends != origin->ends) config["eos_token_id"] = ends_json(ids.ends);
+}
+
+/// A generate of transformers takes its ends from there, where there is such a file; nothing: there is to be none, as its ids stand for other text.
+std::optional<std::string> generation_config_of(const std::optional<Origin>& origin, const TextIds& ids) {
+  if (!origin || !origin->generation_config || !ids.folders) return std::nullopt;
+  if (ids.ends.empty() || ids.ends == origin->generation_ends) return origin->generation_config;
+  auto config = nlohmann::json::parse(*origin->generation_config);
+  config["eos_token_id"] = ends_json(ids.ends);
+  return config.dump(2) + "\n";
 }
 
 std::string dtype_text(at::ScalarType dtype) {
@@ -252,32 +273,6 @@ std::string dtype_text(at::ScalarType dtype) {
 }
 
 }  // namespace
-
-std::string fullest(const Manifest& manifest, const std::string& weight, at::ScalarType dtype) {
-  const std::string parameter(parameter_of(weight)), master = "optimizer.master." + parameter;
-  const auto stored = manifest.tensors.find(weight);
-  const bool as_stored = stored != manifest.tensors.end() && stored->second.dtype == dtype_name(dtype);
-  const bool ahead = manifest.tensors.contains(detail::concat("optimizer.", optim::kNextState, ".", parameter));
-  return as_stored || ahead || !manifest.tensors.contains(master) ? weight : master;
-}
-
-void fill_fullest(StoredSlices& stored, const Manifest& manifest, at::Tensor target, const Slice& slice, at::ScalarType dtype,
-                  const StoredSlices::Narrowed& narrowed, const std::string& place) {
-  Slice of_master = slice;
-  of_master.name = fullest(manifest, slice.name, dtype);
-  const auto weight_entry = manifest.tensors.find(slice.name);
-  if (of_master.name == slice.name || weight_entry == manifest.tensors.end()) return stored.fill(std::move(target), of_master);
-  require(manifest.tensors.at(of_master.name).shape == slice.shape, place, ": ", of_master.name, " has another shape than ", slice.name,
-          "; the checkpoint is damaged, use another");
-  const c10::NoGradGuard no_grad;
-  const at::Tensor master = at::empty(target.sizes(), at::device(at::kCPU).dtype(at::kFloat));
-  const at::Tensor weight = at::empty(target.sizes(), at::device(at::kCPU).dtype(dtype_from_name(weight_entry->second.dtype)));
-  stored.fill(master, of_master);
-  stored.fill(weight, slice);
-  const at::Tensor values = at::where(master.to(weight.scalar_type()).eq(weight), master, weight.to(at::kFloat));
-  nn::written_once(target, target).copy_(nn::written_once(values, target));
-  narrowed(target, {values}, place, std::string(parameter_of(slice.name)));
-}
 
 Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& source, const fs::path& out, const ExportOptions& options) {
   const ModelConfig model = options.upcycling ? upcycled(source, *options.upcycling) : source;
@@ -298,7 +293,8 @@ Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& sour
   config["architectures"] = {family->architecture};
   config["model_type"] = family->model_type;
   const auto origin = origin_of(model);
-  add_text_ids(config, origin, options);
+  const TextIds text_ids = options.text_ids ? options.text_ids(origin.has_value()) : TextIds();
+  add_text_ids(config, origin, text_ids);
   config["dtype"] = config["torch_dtype"] = dtype_text(plan.front().dtype);  // the key of transformers 5, and that of 4
 
   const c10::NoGradGuard no_grad;
@@ -311,7 +307,7 @@ Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& sour
   }
   const Exported exported = write_files(folder->path(), deal_files(plan, options.max_shard_bytes), values, options.upcycling.value_or(Upcycling{}).seed);
   write_file(folder->path() / "config.json", config.dump(2) + "\n");
-  if (origin && origin->generation_config) write_file(folder->path() / "generation_config.json", *origin->generation_config);
+  if (const auto generation = generation_config_of(origin, text_ids)) write_file(folder->path() / "generation_config.json", *generation);
   require(folder->commit(), out.string(), ": exists by now, made while this conversion was at work, and is left as it is; name a folder that does not");
   return exported;
 }

@@ -14,6 +14,7 @@
 #include "tessera/checkpoint/fault_point.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
+#include "tessera/core/system_reason.h"
 
 // Whole or absent: the bytes of a file are durable after its fsync, its name only after that of the folder; in between a machine that stops may leave either
 // without the other. So whoever calls these writes and syncs files first, then the folder, and gives the final name last. close() is looked at as well: network
@@ -23,9 +24,8 @@ namespace tessera::checkpoint {
 namespace {
 
 [[noreturn]] void fail(const std::filesystem::path& path, const char* action, int code) {
-  const bool full = code == ENOSPC || code == EDQUOT || code == EFBIG;
   throw Error(
-      detail::concat(path.string(), ": cannot ", action, ": ", std::generic_category().message(code), full ? "; make room there, or name another place" : ""));
+      detail::concat(path.string(), ": cannot ", action, ": ", reason_of_writing(code), is_full(code) ? "; make room there, or name another place" : ""));
 }
 
 /// A descriptor that closes itself; -1 holds none.

@@ -10,6 +10,7 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/folders.h"
+#include "tessera/checkpoint/fullest.h"
 #include "tessera/checkpoint/narrowing.h"
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
@@ -54,14 +55,14 @@ class PartialPatterns {
 };
 
 /// What keeps a stored tensor from filling a target, or nothing.
-std::string misfit(const SlicedTensor& target, const Manifest& manifest, bool convert) {
+std::string misfit(const SlicedTensor& target, const Manifest& manifest, const LoadOptions& options) {
   const auto& [tensor, slice] = target;
   const StoredTensor& stored = manifest.tensors.at(slice.name);
   if (stored.shape != slice.shape) {
     return detail::concat("shape of ", slice.name, ": ", at::IntArrayRef(stored.shape), " in the checkpoint, ", at::IntArrayRef(slice.shape), " in the model");
   }
   const std::string dtype = dtype_name(tensor.scalar_type());
-  const bool converts = convert && at::isFloatingType(tensor.scalar_type()) && at::isFloatingType(dtype_from_name(stored.dtype));
+  const bool converts = options.converts(slice.name) && at::isFloatingType(tensor.scalar_type()) && at::isFloatingType(dtype_from_name(stored.dtype));
   if (stored.dtype != dtype && !converts)
     return detail::concat("dtype of ", slice.name, ": ", stored.dtype, " in the checkpoint, ", dtype, " in the model, which LoadOptions::convert allows");
   try {
@@ -76,6 +77,7 @@ std::string misfit(const SlicedTensor& target, const Manifest& manifest, bool co
 LoadReport check_keys(const std::filesystem::path& folder, const Manifest& manifest, const std::vector<SlicedTensor>& targets, const LoadOptions& options) {
   Problems problems;
   LoadReport report;
+  report.partial = options.partial;
   PartialPatterns partial(options.partial);
   std::set<std::string> own, wanted(options.expected.begin(), options.expected.end());
   for (const auto& target : targets) {
@@ -84,11 +86,16 @@ LoadReport check_keys(const std::filesystem::path& folder, const Manifest& manif
     own.insert(slice.name);
     const auto stored = manifest.tensors.find(slice.name);
     if (stored == manifest.tensors.end()) continue;
-    const std::string problem = misfit(target, manifest, options.convert);
+    std::string problem = misfit(target, manifest, options);
+    if (const auto source = fullest(manifest, slice.name, tensor.scalar_type()); problem.empty() && source != slice.name) {
+      Slice of_master = slice;
+      of_master.name = source;
+      problem = misfit({tensor, std::move(of_master)}, manifest, options);
+    }
     const bool allowed = partial.allow(slice.name);
     if (problem.empty()) {
       const std::string dtype = dtype_name(tensor.scalar_type());
-      if (stored->second.dtype != dtype) report.converted[slice.name] = detail::concat(stored->second.dtype, " -> ", dtype);
+      if (stored->second.dtype != dtype) report.converted.emplace(slice.name, detail::concat(stored->second.dtype, " -> ", dtype));
       continue;
     }
     if (allowed) {
@@ -147,6 +154,14 @@ void check_partial(const std::vector<std::string>& patterns, const Manifest& man
   }
 }
 
+void copy_once(const at::Tensor& values, const at::Tensor& target, const std::string& tensor) {
+  const at::Tensor once = nn::written_once(values, target);
+  require(once.numel() == values.numel() || at::equal(once.expand_as(values), values), "checkpoint: '", tensor,
+          "' is expanded, one element in place of several, and the checkpoint's differ from each other; give the model's memory of its own (clone) before ",
+          "loading");
+  nn::written_once(target, target).copy_(once);
+}
+
 StoredSlices::StoredSlices(std::filesystem::path folder, const Manifest& manifest, bool verify, Narrowed narrowed)
     : folder_(std::move(folder)), manifest_(manifest), verify_(verify), narrowed_(std::move(narrowed)) {}
 
@@ -165,15 +180,10 @@ at::Tensor StoredSlices::read(const std::string& name, size_t index) {
 }
 
 void StoredSlices::fill(at::Tensor target, const Slice& slice) {
-  if (const at::Tensor own = nn::written_once(target, target); own.numel() < target.numel()) {
+  if (nn::written_once(target, target).numel() < target.numel()) {
     const at::Tensor all = at::empty(target.sizes(), target.options());
     fill(all, slice);
-    const at::Tensor once = nn::written_once(all, target);
-    require(at::equal(once.expand_as(all), all), "checkpoint: '", slice.name,
-            "' is expanded, one element in place of several, and the checkpoint's differ from ",
-            "each other; give the model's memory of its own (clone) before loading");
-    own.copy_(once);
-    return;
+    return copy_once(all, target, slice.name);
   }
   std::map<int, at::Tensor> sources;
   for (const auto& piece : reshard(manifest_.slices(slice.name), slice)) {
@@ -191,8 +201,12 @@ LoadReport load(const std::filesystem::path& folder, const Manifest& manifest, c
   const c10::NoGradGuard no_grad;
   announce_writes(targets);
   StoredSlices stored(folder, manifest, options.verify);
+  std::set<const c10::TensorImpl*> filled;
   for (const auto& [tensor, slice] : targets) {
-    if (!report.fresh.contains(slice.name)) stored.fill(tensor, slice);
+    if (report.fresh.contains(slice.name)) continue;
+    const bool again = !filled.insert(tensor.unsafeGetTensorImpl()).second;
+    if (again && state_of(slice.name) == "master") continue;  // a weight, that has by now what it takes of its master
+    fill_fullest(stored, manifest, tensor, slice, tensor.scalar_type(), refuse_beyond_params, folder.string());
   }
   report.read_bytes = stored.read_bytes();
   return report;

@@ -35,7 +35,7 @@ struct Manifest {
   int64_t step = 0;
   std::map<std::string, StoredTensor> tensors;  ///< by logical name
   std::map<std::string, uint64_t> files;        ///< size in bytes of each file
-  nlohmann::json optimizer;                     ///< {"kind", "update_counts"}
+  nlohmann::json optimizer;                     ///< {"kind", "kinds", "update_counts"}
   nlohmann::json progress;                      ///< what the loop needs to go on: RNG seed, data cursor, bucket layout, ...
   nlohmann::json agreement;                     ///< fields that a resuming run must share, see agreement.h
   RunIdentity run;                              ///< who wrote it

@@ -17,6 +17,10 @@
 
 namespace tessera::checkpoint {
 
+/// Copies `values` into a tensor of their shape, whatever its type and device. Throws ConfigError where that is expanded, one element in place of several, and
+/// the values, those of `tensor`, differ where it is one.
+void copy_once(const at::Tensor& values, const at::Tensor& target, const std::string& tensor);
+
 /// The slices of a checkpoint as tensors over the mapped files. Files are mapped, and slices checked, when they are first asked for. `manifest` must outlive
 /// it.
 class StoredSlices {

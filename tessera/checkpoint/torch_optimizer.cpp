@@ -1,14 +1,17 @@
 #include "tessera/checkpoint/torch_optimizer.h"
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/ScalarType.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -148,6 +151,9 @@ auto read(const nlohmann::json& saved, F&& f) {
   }
 }
 
+/// What an optimizer's entry says of each parameter.
+constexpr std::array kByParameter{"kinds", "update_counts", "lr"};
+
 std::filesystem::path save_all(const std::filesystem::path& dir, int64_t step, std::vector<SlicedTensor> tensors, nlohmann::json optimizer,
                                const nlohmann::json& progress, const comm::Group& group) {
   const auto all = gather_json(group, {{"progress", progress}, {"problem", problem_with_progress(progress)}});
@@ -183,15 +189,17 @@ std::vector<SlicedTensor> optimizer_tensors(const torch::nn::Module& model, cons
 
 nlohmann::json optimizer_json(const torch::nn::Module& model, torch::optim::Optimizer& optimizer, const comm::Group& group) {
   const Kind kind = kind_of(optimizer);
-  nlohmann::json mine{{"kind", kind.name}, {"update_counts", nlohmann::json::object()}, {"lr", nlohmann::json::object()}};
+  nlohmann::json mine{{"kind", kind.name}};
+  for (const char* key : kByParameter) mine[key] = nlohmann::json::object();
   for (const auto& parameter : updated_by(model, optimizer)) {
+    mine["kinds"][parameter.name] = kind.name;
     mine["lr"][parameter.name] = parameter.group->options().get_lr();
     const auto state = optimizer.state().find(parameter.tensor.unsafeGetTensorImpl());
     if (state != optimizer.state().end()) mine["update_counts"][parameter.name] = kind.count(*state->second);
   }
   nlohmann::json all = std::move(mine);
   for (const auto& other : gather_json(group, all)) {
-    for (const char* key : {"update_counts", "lr"}) all[key].update(other.at(key));
+    for (const char* key : kByParameter) all[key].update(other.at(key));
   }
   return all;
 }
@@ -210,6 +218,7 @@ struct Restored {
     std::string parameter;  ///< the first that has it
   };
   std::vector<SlicedTensor> targets;
+  std::set<std::string> widened;  ///< of the targets, by name, those that are of a wider type than is stored
   std::vector<State> states;
   std::map<torch::optim::OptimizerParamGroup*, Rate> rates;
 
@@ -230,7 +239,12 @@ struct Restored {
   }
 };
 
-Restored states_from(const Manifest& manifest, const torch::nn::Module& model, const torch::optim::Optimizer& optimizer) {
+bool may_differ(const std::vector<std::string>& partial, const std::string& parameter) {
+  return std::ranges::any_of(partial, [&](const auto& pattern) { return nn::matches(pattern, parameter); });
+}
+
+Restored states_from(const Manifest& manifest, const torch::nn::Module& model, const torch::optim::Optimizer& optimizer,
+                     const std::vector<std::string>& partial) {
   const Kind kind = kind_of(optimizer);
   const MemoryScope scope(MemoryCategory::Optimizer);
   const at::NoGradGuard no_grad;
@@ -243,6 +257,15 @@ Restored states_from(const Manifest& manifest, const torch::nn::Module& model, c
       return counts.contains(parameter.name) ? std::optional(to_integer(counts.at(parameter.name))) : std::nullopt;
     });
     if (!count && kind.from_start) continue;
+    const auto by = read(manifest.optimizer, [&](const nlohmann::json& json) {
+      const auto kinds = json.find("kinds");
+      return kinds != json.end() && count.value_or(0) > 0 ? kinds->value(parameter.name, kind.name) : kind.name;
+    });
+    if (by != kind.name) {
+      require(may_differ(partial, parameter.name), "the checkpoint's '", parameter.name, "' was updated by ", by, ", and here it is by ", kind.name,
+              "; make the optimizers that were saved, or name it in LoadOptions::partial, so that its state begins anew");
+      continue;
+    }
     auto& [key, state, stored] = restored.states.emplace_back(parameter.tensor.unsafeGetTensorImpl(), nullptr, std::vector{"model." + parameter.name});
     for (const auto& field : kind.fields) {
       auto held = over(parameter, field.name, {});
@@ -253,8 +276,11 @@ Restored states_from(const Manifest& manifest, const torch::nn::Module& model, c
       if (!count || !is_stored) continue;
       if (!state) state = kind.make();
       nn::show_part(parameter.tensor);  // behind a forward that no backward has followed it would be made as large as the whole
-      // Of the type that was saved: a momentum is a copy of the first gradient, which may be wider than its parameter.
-      const at::ScalarType dtype = dtype_from_name(manifest.tensors.at(held.slice.name).dtype);
+      // Of the wider of two types: a momentum is a copy of the first gradient, which may be wider than its parameter; and libtorch's updates, which round to
+      // nearest, would leave averages of fewer bits as they are.
+      const at::ScalarType saved = dtype_from_name(manifest.tensors.at(held.slice.name).dtype);
+      const at::ScalarType dtype = c10::promoteTypes(saved, parameter.tensor.scalar_type());
+      if (dtype != saved) restored.widened.insert(held.slice.name);
       field.tensor(*state) = held.tensor = at::zeros_like(parameter.tensor, parameter.tensor.options().dtype(dtype));
       stored.push_back(held.slice.name);
       restored.targets.push_back(std::move(held));
@@ -296,19 +322,16 @@ void require_counts(const nlohmann::json& saved, const torch::nn::Module& model,
 
 /// `saved` as far as it is this optimizer's: of the parameters that `partial` names it may lack some, which count from 0, and have others.
 nlohmann::json counts_of(nlohmann::json saved, const optim::Optimizer& optimizer, const std::vector<std::string>& partial) {
-  const auto may_differ = [&](const std::string& name) {
-    return std::ranges::any_of(partial, [&](const auto& pattern) { return nn::matches(pattern, name); });
-  };
   const auto counts = saved.find("update_counts");
   if (counts == saved.end() || !counts->is_object()) return saved;
   const auto own = optimizer.update_counts();
   std::vector<std::string> others;
   for (const auto& [name, count] : counts->items()) {
-    if (!own.contains(name) && (count == 0 || may_differ(name))) others.push_back(name);  // what was never updated is no loss
+    if (!own.contains(name) && (count == 0 || may_differ(partial, name))) others.push_back(name);  // what was never updated is no loss
   }
   for (const auto& name : others) counts->erase(name);
   for (const auto& [name, count] : own) {
-    if (!counts->contains(name) && may_differ(name)) (*counts)[name] = 0;
+    if (!counts->contains(name) && may_differ(partial, name)) (*counts)[name] = 0;
   }
   return saved;
 }
@@ -322,7 +345,7 @@ nlohmann::json json_of(const torch::nn::Module& model, const Optimizers& optimiz
       require(!all.contains("lr") || !all.at("lr").contains(name), "checkpoint: '", name,
               "' is updated by two of the optimizers; give each its own parameters");
     }
-    for (const char* key : {"update_counts", "lr"}) all[key].update(one.at(key));
+    for (const char* key : kByParameter) all[key].update(one.at(key));
   }
   all["kind"] = kinds_of(optimizers);
   return all;
@@ -369,11 +392,13 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
   require_kind(manifest, kinds_of(optimizers));
   auto targets = training_tensors(model, nullptr);
   std::vector<Restored> restored;
+  LoadOptions widening = options;
   for (const auto& optimizer : optimizers) {
-    const auto& own = restored.emplace_back(states_from(manifest, model, optimizer)).targets;
-    targets.insert(targets.end(), own.begin(), own.end());
+    const auto& own = restored.emplace_back(states_from(manifest, model, optimizer, options.partial));
+    targets.insert(targets.end(), own.targets.begin(), own.targets.end());
+    widening.converted.insert(own.widened.begin(), own.widened.end());
   }
-  Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, targets, options)};
+  Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, targets, widening)};
   for (size_t i = 0; i < restored.size(); ++i) restored[i].install(optimizers[i], resumed.report);
   return resumed;
 }
@@ -384,6 +409,7 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
   const bool of_more = !options.expected.empty();
   const nlohmann::json saved = counts_of(of_more ? own_counts(manifest.optimizer, optimizer) : manifest.optimizer, optimizer, options.partial);
   if (!of_more) require_counts(saved, model, optimizer);
+  read(saved, [&](const nlohmann::json& json) { check_kinds(json, optimizer, options.partial); });
   Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, optimizer, manifest), options)};
   restore_optimizer(saved, optimizer, resumed.report);
   optimizer.follow_all_but(updates_ahead(manifest));

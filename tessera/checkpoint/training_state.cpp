@@ -13,6 +13,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/json_integer.h"
 #include "tessera/core/json_reason.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/names.h"
@@ -46,25 +47,31 @@ bool is_state(std::string_view stored) { return stored.starts_with("optimizer.")
 
 constexpr std::string_view kMaster = "optimizer.master.", kNext = "optimizer.next.";
 
-/// Where the checkpoint has no masters for those that are held here, the stored weights fill them. Where it has some for weights that have none here, or are
-/// of another type here, those are what was trained: they fill the weights after the stored ones, which say less. Where an update is delayed, masters are of
-/// the copies that are one update ahead, and stand in for these alone.
+/// Whether the checkpoint has the tensor, in the type that it has here.
+bool is_stored_as(const Manifest& source, const std::string& name, at::ScalarType dtype) {
+  const auto stored = source.tensors.find(name);
+  return stored != source.tensors.end() && stored->second.dtype == dtype_name(dtype);
+}
+
+/// Masters are filled as weights in fp32 are (fill_fullest), where the checkpoint has none for them, or has the weights in another type: what was written there
+/// since the last update may round to the same here. Weights of another type take what there is of masters, and those that have none here need none: in both
+/// cases the master is named as read. Where an update is delayed, masters are of the copies that are one update ahead, and stand in for these alone.
 void fill_across_masters(std::vector<SlicedTensor>& targets, const Manifest& source) {
-  std::set<std::string> held;
-  for (const auto& target : targets) held.insert(target.slice.name);
+  std::set<std::string> held, as_stored;
+  for (const auto& [tensor, slice] : targets) {
+    held.insert(slice.name);
+    if (is_stored_as(source, slice.name, tensor.scalar_type())) as_stored.insert(slice.name);
+  }
   const size_t own = targets.size();
   for (size_t i = 0; i < own; ++i) {
     const std::string& name = targets[i].slice.name;
-    const std::string parameter(parameter_of(name)), next = std::string(kNext) + parameter;
-    const bool delayed = source.tensors.contains(next);
-    if (name.starts_with(kMaster) && !source.tensors.contains(name)) {
-      std::string weight = delayed ? next : std::string(kModel) + parameter;
-      if (source.tensors.contains(weight)) targets[i].slice.name = std::move(weight);
-    } else if (name.starts_with(delayed ? kNext : kModel)) {
-      const std::string master = std::string(kMaster) + parameter;
-      const auto weight = source.tensors.find(name);
-      const bool same = weight != source.tensors.end() && weight->second.dtype == dtype_name(targets[i].tensor.scalar_type());
-      if (source.tensors.contains(master) && !(same && held.contains(master))) targets.push_back({targets[i].tensor, renamed(targets[i].slice, master)});
+    const std::string parameter(parameter_of(name)), master = std::string(kMaster) + parameter, next = std::string(kNext) + parameter;
+    std::string weight = source.tensors.contains(next) ? next : std::string(kModel) + parameter;
+    const bool needs_none = held.contains(master) && as_stored.contains(weight);
+    if (name == master) {
+      if (source.tensors.contains(weight) && !(source.tensors.contains(master) && needs_none)) targets[i].slice.name = std::move(weight);
+    } else if (name == weight && source.tensors.contains(master) && !needs_none) {
+      targets.push_back({targets[i].tensor, renamed(targets[i].slice, master)});
     }
   }
 }
@@ -152,12 +159,28 @@ void add_training_tensors(CheckpointState& state, const torch::nn::Module& model
   }
 }
 
-std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim::Optimizer& optimizer, const Manifest& source) {
+namespace {
+
+/// Parameters whose state has to be there before it is loaded: those that have some in the checkpoint, and those that are trained here in another type than
+/// they are stored in. Their masters, where there are such, begin as the stored weights are, and not as these are rounded.
+std::map<std::string, int64_t> held_for(const optim::Optimizer& optimizer, const Manifest& source) {
   std::map<std::string, int64_t> held;
   for (const auto& [name, stored] : source.tensors) {
     if (is_state(name)) held[std::string(parameter_of(name))] = 1;
   }
-  optimizer.hold_state(held);
+  for (const auto& group : optimizer.groups()) {
+    for (const auto& [name, tensor, aliases] : group.parameters) {
+      const std::string weight = std::string(kModel) + name;
+      if (tensor.requires_grad() && source.tensors.contains(weight) && !is_stored_as(source, weight, tensor.scalar_type())) held[name] = 1;
+    }
+  }
+  return held;
+}
+
+}  // namespace
+
+std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim::Optimizer& optimizer, const Manifest& source) {
+  optimizer.hold_state(held_for(optimizer, source));
   auto targets = training_tensors(model, &optimizer);
   add_followers(model, targets);
   std::erase_if(targets, [&](const SlicedTensor& target) {
@@ -171,11 +194,15 @@ std::vector<SlicedTensor> training_tensors(const torch::nn::Module& model, optim
   return targets;
 }
 
-nlohmann::json optimizer_json(const optim::Optimizer& optimizer) { return {{"kind", optimizer.kind()}, {"update_counts", optimizer.update_counts()}}; }
+nlohmann::json optimizer_json(const optim::Optimizer& optimizer) {
+  return {{"kind", optimizer.kind()}, {"kinds", optimizer.kinds()}, {"update_counts", optimizer.update_counts()}};
+}
 
 nlohmann::json optimizer_json(const optim::Optimizer& optimizer, const comm::Group& group) {
   nlohmann::json whole = optimizer_json(optimizer);
-  for (const auto& other : gather_json(group, whole)) whole["update_counts"].update(other.at("update_counts"));
+  for (const auto& other : gather_json(group, whole)) {
+    for (const char* key : {"kinds", "update_counts"}) whole[key].update(other.at(key));
+  }
   return whole;
 }
 
@@ -190,6 +217,31 @@ nlohmann::json own_counts(const nlohmann::json& saved, const optim::Optimizer& o
   return own;
 }
 
+namespace {
+
+/// The parameters that an optimizer of another kind has updated, as far as the checkpoint says so: what there is of their state is no state of this one.
+std::set<std::string> updated_by_others(const nlohmann::json& saved, const optim::Optimizer& optimizer) {
+  std::set<std::string> names;
+  const auto kinds = saved.find("kinds"), counts = saved.find("update_counts");
+  if (kinds == saved.end() || counts == saved.end()) return names;
+  for (const auto& [name, kind] : optimizer.kinds()) {
+    const bool other = kinds->contains(name) && kinds->at(name) != kind;
+    if (other && counts->value(name, int64_t{0}) > 0) names.insert(name);  // what was never updated has nothing to lose
+  }
+  return names;
+}
+
+}  // namespace
+
+void check_kinds(const nlohmann::json& saved, const optim::Optimizer& optimizer, const std::vector<std::string>& partial) {
+  for (const auto& name : updated_by_others(saved, optimizer)) {
+    if (std::ranges::any_of(partial, [&](const auto& pattern) { return nn::matches(pattern, name); })) continue;
+    throw ConfigError(detail::concat("optim.groups: '", name, "' is updated by ", optimizer.kinds().at(name), " here, and the checkpoint holds what ",
+                                     saved.at("kinds").at(name).dump(), " kept of it; give it that one again, or name it in checkpoint.partial ",
+                                     "(LoadOptions::partial), so that its state begins anew"));
+  }
+}
+
 std::set<std::string> updates_ahead(const Manifest& manifest) {
   std::set<std::string> ahead;
   for (const auto& [name, stored] : manifest.tensors) {
@@ -202,6 +254,7 @@ void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer,
   try {
     const auto kind = saved.at("kind").get<std::string>();
     require(kind == optimizer.kind(), "optim.name = ", optimizer.kind(), ": the checkpoint's optimizer is ", kind);
+    check_kinds(saved, optimizer, loaded.partial);
     std::map<std::string, int64_t> counts;
     for (const auto& [name, count] : saved.at("update_counts").items()) counts[name] = to_integer(count);
     for (const auto& name : parameters_among(loaded.unread)) counts.erase(name);
@@ -210,8 +263,10 @@ void restore_optimizer(const nlohmann::json& saved, optim::Optimizer& optimizer,
       const auto found = is_state(name) && !name.starts_with(kMaster) ? counts.find(std::string(parameter_of(name))) : counts.end();
       if (found != counts.end()) found->second = 0;
     }
+    for (const auto& name : updated_by_others(saved, optimizer)) counts[name] = 0;
     optimizer.set_update_counts(counts);
-    // Where a program goes back to a moment before a parameter's first update, what it has gathered since is forgotten.
+    // Where a program goes back to a moment before a parameter's first update, what it has gathered since is forgotten; and so is what another kind of
+    // optimizer has gathered under the same name.
     for (const auto& held : optimizer.state()) {
       if (held.state != "master" && held.state != optim::kNextState && counts.at(held.parameter) == 0) at::Tensor(held.tensor).zero_();
     }

@@ -10,6 +10,7 @@ namespace tessera {
 namespace {
 
 const Ambient<EventStream*> listening;
+const Ambient<bool> beside_passes;
 
 /// What happened to a storage.
 struct Touched {
@@ -18,6 +19,10 @@ struct Touched {
 };
 
 }  // namespace
+
+BesidePasses::BesidePasses() : before_(std::exchange(*beside_passes, true)) {}
+BesidePasses::~BesidePasses() { *beside_passes = before_; }
+bool BesidePasses::now() { return *beside_passes; }
 
 std::vector<std::vector<int64_t>> dependencies(const Events& events) {
   std::vector<std::vector<int64_t>> after(events.size());

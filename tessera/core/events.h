@@ -24,6 +24,7 @@ struct OperatorEvent {
   double flops = 0;                                    ///< of matrix products (nn::product_flops)
   int64_t read_bytes = 0, written_bytes = 0;           ///< of the tensors that it takes, and that it makes or changes
   bool again = false;                                  ///< computed a second time, by recompute
+  bool beside = false;                                 ///< of no pass of the model (BesidePasses)
   bool crosses = false;                                ///< between the host and the device beside it
   bool on_host = false;                                ///< what it makes or changes lies beside the device; where nothing crosses the host's cores run it
   bool causal = false;                                 ///< attention of a triangle: half of its FLOPs, which are those of the square, are never computed
@@ -123,6 +124,22 @@ class ListenToEvents {
 
  private:
   EventStream* before_;
+};
+
+/// While alive, what this thread computes, and whatever works on its behalf, is of no pass of the model, though it may lie between the products of one: an
+/// optimizer's matrix products, or those that compress gradients. FLOPs of passes leave them out.
+class BesidePasses {
+ public:
+  BesidePasses();
+  ~BesidePasses();
+  BesidePasses(const BesidePasses&) = delete;
+  BesidePasses& operator=(const BesidePasses&) = delete;
+
+  /// Whether one is alive.
+  static bool now();
+
+ private:
+  bool before_;
 };
 
 /// Those of one kind, in their order.

@@ -2,6 +2,8 @@
 
 #include <cerrno>
 
+#include "tessera/core/error.h"
+
 namespace tessera {
 
 std::string reason_of(const std::system_error& error) {
@@ -14,6 +16,14 @@ std::string reason_of_writing(int code) {
   if (code == EFBIG) reason += " (ulimit -f)";
   if (code == EMFILE) reason += " (ulimit -n)";
   return reason;
+}
+
+bool is_full(int code) { return code == ENOSPC || code == EDQUOT || code == EFBIG; }
+
+void fail_to_write(const std::string& problem, int code, const std::string& way_out) {
+  const std::string sentence = detail::concat(problem, ": ", reason_of_writing(code), "; ");
+  if (is_full(code)) throw Error(sentence + "make room there, or " + way_out);
+  throw ConfigError(sentence + way_out);
 }
 
 }  // namespace tessera

@@ -19,4 +19,12 @@ std::string reason_of(const std::system_error& error);
 /// was said.
 std::string reason_of_writing(int code);
 
+/// Whether an errno says that there is no room: on the disk, in a quota, or by the limit of this process (ulimit -f).
+bool is_full(int code);
+
+/// The one rule for files that cannot be written: "`problem`: the reason; `way_out`". Where there is no room that is nothing that was asked for wrongly, for
+/// the same may be written once there is some: throws Error, with making room as the first way out (the command ends with 1, and a launcher starts a rank
+/// again). Anything else throws ConfigError (2).
+[[noreturn]] void fail_to_write(const std::string& problem, int code, const std::string& way_out);
+
 }  // namespace tessera

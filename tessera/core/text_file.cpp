@@ -23,9 +23,8 @@ void write_text_file(const std::string& what, const std::string& path, std::stri
   if (file.good()) return;
   std::error_code ignored;  // half a text is none
   if (opened && std::filesystem::is_regular_file(path, ignored)) std::filesystem::remove(path, ignored);
-  const bool full = reason == ENOSPC || reason == EDQUOT || reason == EFBIG;
-  throw ConfigError(detail::concat(what, ": cannot be written: ", reason_of_writing(reason),
-                                   full ? "; make room there, or name a file on another disk" : "; name a file in a folder that exists and can be written"));
+  fail_to_write(what + ": cannot be written", reason,
+                is_full(reason) ? "name a file on another disk" : "name a file in a folder that exists and can be written");
 }
 
 std::string read_text_file(const std::string& what, const std::string& path) {

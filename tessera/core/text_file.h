@@ -5,8 +5,8 @@
 
 namespace tessera {
 
-/// Writes `text` as the whole of a file. Throws ConfigError, which begins with `what` ("picture a.svg"), where that cannot be: with the reason, and without
-/// half a file left behind.
+/// Writes `text` as the whole of a file. Throws as fail_to_write does, with a sentence that begins with `what` ("picture a.svg"), where that cannot be, and
+/// leaves no half a file behind.
 void write_text_file(const std::string& what, const std::string& path, std::string_view text);
 
 /// Reads a file to its end. Throws ConfigError, which begins with `what` ("--layouts = a.jsonl"), with the system's reason where that fails: a stream of the

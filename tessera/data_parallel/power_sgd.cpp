@@ -9,6 +9,7 @@
 #include <ATen/Dispatch.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/events.h"
 #include "tessera/core/rng.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/flat_gradients.h"
@@ -100,6 +101,7 @@ class Compressed final : public BucketReduction {
  public:
   Compressed(GradientBucket& bucket, GradientChannel& channel, std::map<std::string, PowerSgd::Matrix>& matrices) : bucket_(bucket), channel_(channel) {
     const MemoryScope scratch(MemoryCategory::Comm);
+    const BesidePasses compressing;
     lay_out(matrices);
     first_ = at::empty({first_numel_}, bucket_.flat.options());
     for (Part& part : parts_) {
@@ -117,6 +119,7 @@ class Compressed final : public BucketReduction {
 
   bool advance() override {
     const MemoryScope scratch(MemoryCategory::Comm);
+    const BesidePasses compressing;
     pending_.wait();
     if (second_.defined()) {
       decompress();

@@ -28,6 +28,7 @@
 #include "tessera/nn/experts.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meanwhile.h"
+#include "tessera/nn/operator_watch.h"
 #include "tessera/nn/sharing.h"
 #include "tessera/nn/weight_gradients.h"
 
@@ -110,7 +111,7 @@ class Exchanged : public nn::Interceptor {
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const auto& here = static_cast<const nn::GroupedExpertsImpl&>(module);
-    const at::Tensor rows = nn::cast(inputs[0].toTensor(), here.compute_dtype().value_or(here.w1.scalar_type()));
+    const at::Tensor rows = nn::cast(inputs[0].toTensor(), here.compute_dtype().value_or(nn::in_use(here.w1).scalar_type()));
     const at::Tensor counts = inputs[1].toTensor();
     if (same_tokens_.size() == 1) return {through_experts(rows, counts, rows.size(0), next)};
     const auto [begin, size] = chunk(rows.size(0), same_tokens_.size(), same_tokens_.rank());

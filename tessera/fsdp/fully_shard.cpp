@@ -354,9 +354,12 @@ class FullyShardedDataParallel::Impl {
     watch_.emplace(operators);
     if (calls_) {
       nn::check_no_bypass(module_);
+      // Where ranks may take different paths, what is gathered waits for backward: one may make more calls from outside than another.
       const auto trigger = std::make_shared<CallTrigger>(
           std::move(plan), *units_, *step_,
-          CallTrigger::Options{.reshard_after_forward = options_.reshard_after_forward, .inputs = inputs, .unseen = [this] { watch_->wake(); }});
+          CallTrigger::Options{.reshard_after_forward = options_.reshard_after_forward && !options_.find_unused_parameters, .inputs = inputs, .unseen = [this] {
+                                 watch_->wake();
+                               }});
       depth_ = trigger->depth();
       operators->follow_calls(depth_);
       attached_ = CallTrigger::attach(trigger);

@@ -88,10 +88,11 @@ struct FullyShardOptions {
   bool average = false;                 ///< divide gradients by the number of ranks: for a loss that each rank normalizes by itself
   /// Ranks may use different parameters, and those that no rank used have no gradient; otherwise they are refused by name when the step completes, but on one
   /// rank. Then all units are gathered at once, in one order, and stay until backward has left them: 2 P elements a micro-batch, all parameters in memory
-  /// meanwhile.
+  /// meanwhile. (Without gradients each call from outside gathers: there every rank makes as many.)
   bool find_unused_parameters = false;
   /// Gather (and compute with) floating-point parameters in this dtype; the slices keep theirs. Where `cast` names none of them, floating-point inputs of the
-  /// root and of wrapped modules are cast, too, if calls trigger the gathers; if operators do, an input of another dtype is refused by name.
+  /// root and of wrapped modules are cast, too, if calls trigger the gathers; if operators do, libtorch's layers refuse an
+  /// input of another dtype by name, and ours cast it.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};  ///< sum gradients of the ranks in this dtype; unset: the slices'
   /// Keep reduced gradients, over micro-batches and for the optimizer, in this dtype; unset: the wider of the slices' and reduce_dtype.

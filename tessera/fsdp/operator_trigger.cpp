@@ -1,7 +1,9 @@
 #include "tessera/fsdp/operator_trigger.h"
 
 #include <algorithm>
+#include <utility>
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
@@ -17,6 +19,13 @@
 // may act on. What remains unclear is refused, with the line to change.
 
 namespace tessera {
+namespace {
+
+constexpr const char* kWholeState =
+    "the state of an optimizer that was made, or has stepped, before fully_shard, and is of whole parameters; make the optimizer behind fully_shard, and bring "
+    "the state over by checkpoint::save and checkpoint::load";
+
+}  // namespace
 
 OperatorTrigger::OperatorTrigger(torch::nn::Module& module, ShardedUnits& units, ShardedStep& step, Role role, std::optional<at::ScalarType> one_dtype)
     : module_(module), units_(units), step_(step), role_(role), one_dtype_(one_dtype), last_(units.size()) {
@@ -132,8 +141,8 @@ bool OperatorTrigger::agrees_on_whole(const c10::FunctionSchema& schema, Argumen
   throw ConfigError(detail::concat("fully_shard: ", schema.name(), " was given '", name,
                                    "', of which this rank has a slice, beside a tensor of the whole's shape, and one rank has all rows of it: that rank cannot "
                                    "tell the two apart, and gathers "
-                                   "nothing. What follows the parameters (a moving average) keep in slices, made of their detach() after fully_shard; before "
-                                   "an evaluation say model->eval()"));
+                                   "nothing. What follows the parameters (a moving average) keep in slices, made of their detach() after fully_shard, or, of "
+                                   "another module's parameters, wrap each of the two by a fully_shard of its own; before an evaluation say model->eval()"));
 }
 
 /// An evaluation that is under way, as far as anybody knows, until something is written to a slice or recorded for a backward pass.
@@ -388,6 +397,9 @@ std::optional<UnitPlace> OperatorTrigger::memory_of(const at::Tensor& tensor) co
 /// writes what is gathered, which is thrown away.
 void OperatorTrigger::refuse_whole_values(const c10::FunctionSchema& schema, Arguments arguments) const {
   if (!units_.are_cut() || !writes(schema) || schema.name() == "aten::set_") return;  // set_ gives other memory, which is taken in
+  constexpr const char* between_steps =
+      "between steps write this rank's rows (nn::slice_of), or the whole before fully_shard or after unshard; where one module's parameters update another's "
+      "(a moving average), wrap each of the two by a fully_shard of its own, so that like parameters have like rows; ";
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (!arguments[i].isTensor() || !writes(schema, i)) continue;
     const std::optional<UnitPlace> whole = whole_parameter(arguments[i].toTensor());
@@ -397,11 +409,31 @@ void OperatorTrigger::refuse_whole_values(const c10::FunctionSchema& schema, Arg
     const bool of_all = std::ranges::any_of(arguments, [&](const c10::IValue& argument) {
       return argument.isTensor() && argument.toTensor().defined() && argument.toTensor().sizes() == shape && !memory_of(argument.toTensor());
     });
-    require(
-        !of_all && !(whole && in_call()), "fully_shard: ", schema.name(), " writes '", name_of(*place), "' of shape ", shape,
-        ", of which this rank has the slice ", units_.flats(place->unit)[place->flat].slice_sizes(place->index),
-        ": a module that sets its own parameters in forward (data-dependent initialization) is given its first batch before fully_shard; between steps write ",
-        "this rank's rows (nn::slice_of), or the whole before fully_shard or after unshard");
+    require(!of_all || schema.name() != "aten::addcdiv_", "fully_shard: ", schema.name(), " writes '", name_of(*place),
+            "', of which this rank has a slice, from ", kWholeState);
+    require(!of_all && !(whole && in_call()), "fully_shard: ", schema.name(), " writes '", name_of(*place), "' of shape ", shape,
+            ", of which this rank has the slice ", units_.flats(place->unit)[place->flat].slice_sizes(place->index), ": ", in_call() ? "" : between_steps,
+            "a module that sets its own parameters in forward (data-dependent initialization) is given its first batch before fully_shard");
+  }
+}
+
+/// libtorch's optimizers begin with their state: they add a gradient to it, or with weight decay the sum of a gradient and its parameter. State that was made
+/// of whole parameters would end in a word about two sizes, or, where a slice of one row fits them, in sums that nobody meant.
+void OperatorTrigger::refuse_whole_state(const c10::FunctionSchema& schema, Arguments arguments) const {
+  const std::string& name = schema.name();
+  if ((name != "aten::add_" && name != "aten::addcmul_") || at::GradMode::is_enabled() || in_call() || !units_.are_cut()) return;
+  if (!arguments[0].isTensor() || !arguments[1].isTensor()) return;
+  const at::Tensor &state = arguments[0].toTensor(), &added = arguments[1].toTensor();
+  if (state.sizes() == added.sizes() || memory_of(state) || memory_of(added)) return;
+  const bool fits = at::is_expandable_to(added.sizes(), state.sizes());
+  for (const auto& [parameter, place] : parameters_) {
+    const FlatParameters& flat = units_.flats(place.unit)[place.flat];
+    const at::IntArrayRef whole = flat.layout().parameters[place.index].shape, slice = flat.slice_sizes(place.index);
+    if (state.sizes() != whole || added.sizes() != slice) continue;
+    const at::Tensor& gradient = parameter->grad();
+    if (fits && !(gradient.defined() && gradient.is_alias_of(added))) continue;
+    throw ConfigError(detail::concat("fully_shard: ", name, " adds this rank's slice ", slice, " of the gradient of '", name_of(place),
+                                     "' to what has the whole's shape, ", whole, ": ", kWholeState));
   }
 }
 
@@ -564,11 +596,14 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   const bool looks = nn::recomputing() && !at::GradMode::is_enabled() && !step_.in_backward();
   const bool backward = nn::backward_pass() >= 0 && !looks;
   if (!backward) step_.recover();
+  // Backward may have operators that take nothing of ours and bring gradients of ours all the same: of an embedding, of a layer whose input needs none.
+  if (backward && std::exchange(backward_pass_, nn::backward_pass()) != nn::backward_pass()) step_.foresee_sums();
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size(), first = stack.size() - count;
   const Arguments arguments(stack.data() + first, count);
   if (!backward) refuse_local_norms(schema, arguments);
   if (!backward) refuse_flat_gradients(schema, arguments);
+  if (!backward) refuse_whole_state(schema, arguments);
   if (!backward) refuse_draws(schema, arguments);
   scan(arguments);
   if (replaced_ && !backward && !replaces(schema.name())) {  // what is put there now may be what a refusal asked for
@@ -612,7 +647,9 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     }
     // A rank that has all rows of a parameter cannot tell whether it was read as a slice: so no rank lets go for that.
     const bool alike = use == OperatorUse::Alike && std::ranges::all_of(seen_, [this](const Seen& seen) { return is_on_one_rank(seen.place); });
-    if (!step_.running() && !in_call() && !alike) {  // what is held is stale, if the slice is written
+    // Nor for a line of one rank's log where all units wait for backward, but for a write.
+    const bool awaits_backward = units_.are_together() && step_.is_open();
+    if (!step_.running() && !in_call() && !alike && !awaits_backward) {  // what is held is stale, if the slice is written
       units_.release_all();
       evaluating_ = false;
     }

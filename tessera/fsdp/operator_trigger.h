@@ -98,6 +98,7 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void refuse_draws(const c10::FunctionSchema& schema, Arguments arguments);
   bool copies_drawn(const c10::FunctionSchema& schema, Arguments arguments);
   void refuse_whole_values(const c10::FunctionSchema& schema, Arguments arguments) const;
+  void refuse_whole_state(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments);
   void refuse_flat_gradients(const c10::FunctionSchema& schema, Arguments arguments) const;
   bool is_gradient(const c10::IValue& value) const;
@@ -135,6 +136,7 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   bool evaluating_ = false;  ///< units may be held that no step knows of
   size_t last_;              ///< unit met last; size() before the first
   int64_t pass_ = -1;
+  int backward_pass_ = -1;  ///< of which an operator was seen last
 };
 
 }  // namespace tessera

@@ -132,26 +132,40 @@ void ShardedStep::offer_places() {
   }
 }
 
-/// A layer that is used several times in a pass brings as many gradients, of which nobody sees more than autograd's sum.
-void ShardedStep::widen_sums() {
+/// Which parameters the pass at hand may bring several gradients of, that autograd would add up in fewer bits than they are kept in.
+std::vector<size_t> ShardedStep::summed_too_narrow() const {
   std::vector<size_t> narrow;
   std::vector<at::Tensor> leaves;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& tensor = parameters_[i].tensor;
-    if (!trained_[i] || !several_in_[i] || tensor.grad_dtype() == several_in_[i]) continue;
+    if (!several_in_[i] || !tensor.requires_grad() || tensor.grad_dtype() == several_in_[i] || !nn::accumulates_into(tensor)) continue;
     narrow.push_back(i);
     leaves.push_back(tensor);
   }
-  if (leaves.empty()) return;
+  if (leaves.empty()) return {};
   const std::vector<bool> several = nn::met_several_times(leaves);
+  std::vector<size_t> summed;
   for (size_t k = 0; k < narrow.size(); ++k) {
-    if (!several[k]) continue;
-    const size_t i = narrow[k];
-    widened_.emplace_back(i, leaves[k].grad_dtype());
+    if (several[k]) summed.push_back(narrow[k]);
+  }
+  return summed;
+}
+
+/// A layer that is used several times in a pass brings as many gradients, of which nobody sees more than autograd's sum.
+void ShardedStep::widen_sums() {
+  for (const size_t i : summed_too_narrow()) {
+    if (!trained_[i]) continue;
+    const at::Tensor& leaf = parameters_[i].tensor;
+    widened_.emplace_back(i, leaf.grad_dtype());
     (*were_widened_)[i] = true;
-    leaves[k].set_grad_dtype(several_in_[i]);
+    leaf.set_grad_dtype(several_in_[i]);
     dispatchers_[i]->withdraw_place();  // which is narrower
   }
+}
+
+void ShardedStep::foresee_sums() {
+  if (in_backward_ && !aborted()) return;  // a pass inside of another belongs to it
+  if (!summed_too_narrow().empty()) begin_backward();
 }
 
 void ShardedStep::leave_sums_as_they_were() {

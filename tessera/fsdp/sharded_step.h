@@ -112,6 +112,9 @@ class ShardedStep {
   void agree_on(size_t unit);
   /// Backward is in the graph of this pass, or in that of one before, which then is a step of its own. From the first call on, until the pass ends.
   void begin_backward();
+  /// The same for a pass that brings several gradients of one parameter, for who sees the first operator of it: once some are added up, in 16 bits, it is too
+  /// late. No effect for any other pass, of whatever graph.
+  void foresee_sums();
   /// Behind the last use of a unit in the action at hand: whether it stays gathered for one of an engine's that comes.
   bool leaves_gathered(size_t unit);
   bool retired(size_t unit) const { return retired_[unit]; }
@@ -127,6 +130,7 @@ class ShardedStep {
   void listen(GradientSynchronizer* owner);
   void offer_places();
   void withdraw_places();
+  std::vector<size_t> summed_too_narrow() const;
   void widen_sums();
   void leave_sums_as_they_were();
   void accumulated(size_t parameter);

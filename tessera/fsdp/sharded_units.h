@@ -46,6 +46,7 @@ class ShardedUnits {
   void take_in(size_t unit);
   int64_t times_taken_in() const { return times_taken_in_; }  ///< slices may lie in other storages since the last time
   bool are_cut() const { return group_.size() > 1; }          ///< slices are less than the whole
+  bool are_together() const { return together_; }             ///< all are gathered at once, and stay until backward has left them
 
   void show_whole(size_t unit);
   void show_slices(size_t unit);

@@ -20,6 +20,7 @@
 #include "tessera/kernels/products.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/column_order.h"
+#include "tessera/nn/linear.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/nn/tiled_attention.h"
 
@@ -30,8 +31,6 @@ namespace {
 /// softmax(scale * scores) over the last dimension in fp32 (of doubles in theirs), with nothing where `visible` is false. Kept for backward: the result, in the
 /// dtype of the scores, and neither its fp32 form nor the mask.
 struct MaskedSoftmax : AutogradFunction<MaskedSoftmax> {
-  static at::ScalarType wide_type(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
-
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& scores, const at::Tensor& visible, double scale) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const at::Tensor seen = (scores.to(wide_type(scores)) * scale).masked_fill_(visible.bitwise_not(), -std::numeric_limits<float>::infinity());

@@ -12,6 +12,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
 #include "tessera/layout/slice.h"
+#include "tessera/nn/linear.h"
 
 namespace tessera::nn {
 
@@ -19,7 +20,7 @@ namespace {
 
 at::Tensor normalized(const at::Tensor& x) {
   constexpr double kShortest = 1e-12;  // a row of zeros has no direction, and stays
-  const at::Tensor wide = x.to(at::kFloat);
+  const at::Tensor wide = x.to(wide_type(x));
   return wide / at::linalg_vector_norm(wide, 2, at::IntArrayRef{-1}, /*keepdim=*/true).clamp_min(kShortest);
 }
 

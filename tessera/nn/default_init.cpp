@@ -71,22 +71,23 @@ std::optional<InitRule> first_recurrent_rule(const torch::nn::Module& module) {
 }  // namespace
 
 std::optional<InitRule> default_init(const torch::nn::Module& module, const std::string& name) {
-  using namespace torch::nn;
-  if (is_any<LayerNormImpl, GroupNormImpl, BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl, InstanceNorm2dImpl, InstanceNorm3dImpl>(
-          module)) {
+  namespace theirs = torch::nn;  // modules of these names are ours, too
+  if (is_any<theirs::LayerNormImpl, theirs::GroupNormImpl, theirs::BatchNorm1dImpl, theirs::BatchNorm2dImpl, theirs::BatchNorm3dImpl,
+             theirs::InstanceNorm1dImpl, theirs::InstanceNorm2dImpl, theirs::InstanceNorm3dImpl>(module)) {
     return name == "weight" ? InitRule::ones() : InitRule::zeros();
   }
-  if (is_any<LinearImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl, ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl>(module)) {
+  if (is_any<theirs::LinearImpl, theirs::Conv1dImpl, theirs::Conv2dImpl, theirs::Conv3dImpl, theirs::ConvTranspose1dImpl, theirs::ConvTranspose2dImpl,
+             theirs::ConvTranspose3dImpl>(module)) {
     // Kaiming's uniform distribution with a = sqrt(5) has the bound 1 / sqrt(fan in), which is the bias's too.
     for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
       if (parameter.key() == "weight") return uniform_by_fan_in(fan_in(parameter.value()));
     }
   }
-  if (const auto* bilinear = dynamic_cast<const BilinearImpl*>(&module)) return uniform_by_fan_in(bilinear->options.in1_features());
-  if (auto rule = embedding_rule<EmbeddingImpl>(module)) return rule;
-  if (auto rule = embedding_rule<EmbeddingBagImpl>(module)) return rule;
+  if (const auto* bilinear = dynamic_cast<const theirs::BilinearImpl*>(&module)) return uniform_by_fan_in(bilinear->options.in1_features());
+  if (auto rule = embedding_rule<theirs::EmbeddingImpl>(module)) return rule;
+  if (auto rule = embedding_rule<theirs::EmbeddingBagImpl>(module)) return rule;
   if (auto rule = attention_rule(module, name)) return rule;
-  return first_recurrent_rule<RNNImpl, LSTMImpl, GRUImpl, RNNCellImpl, LSTMCellImpl, GRUCellImpl>(module);
+  return first_recurrent_rule<theirs::RNNImpl, theirs::LSTMImpl, theirs::GRUImpl, theirs::RNNCellImpl, theirs::LSTMCellImpl, theirs::GRUCellImpl>(module);
 }
 
 }  // namespace tessera::nn

@@ -78,7 +78,8 @@ void EmbeddingImpl::reset_parameters() {
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
   if (bypassed(*this)) return call(*this, ids);
-  return look_up(in_use(weight), ids, options.padding_idx().value_or(-1), compute_dtype() ? at::kFloat : weight.scalar_type());
+  const at::Tensor used = in_use(weight);  // until then it may be a slice, of another type than what is gathered
+  return look_up(used, ids, options.padding_idx().value_or(-1), compute_dtype() ? at::kFloat : used.scalar_type());
 }
 
 void EmbeddingImpl::pretty_print(std::ostream& stream) const {

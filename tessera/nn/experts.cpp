@@ -33,7 +33,7 @@ at::Tensor GroupedExpertsImpl::forward(const at::Tensor& x, const at::Tensor& co
   if (bypassed(*this)) return call(*this, x, counts);
   require(x.dim() == 2 && x.size(1) == dim_ && counts.dim() == 1, "GroupedExperts: expects sorted tokens [N, ", dim_, "] and counts [E], not ", x.sizes(),
           " and ", counts.sizes());
-  const auto dtype = compute_dtype().value_or(w1.scalar_type());
+  const auto dtype = compute_dtype().value_or(in_use(w1).scalar_type());
   const auto sizes = kernels::group_sizes(counts, x.size(0));
   const at::Tensor tokens = cast(x, dtype);
   const auto fp8 = fp8_ ? std::optional(Fp8Products{.out_dtype = dtype, .scaling = *fp8_}) : std::nullopt;

@@ -46,8 +46,8 @@ LanguageModelHeadImpl::LanguageModelHeadImpl(at::Tensor tied) {
 at::Tensor LanguageModelHeadImpl::forward(const at::Tensor& hidden, const std::optional<at::Tensor>& labels) {
   if (bypassed(*this)) return call(*this, hidden, labels);
   const MemoryScope scope(MemoryCategory::Outputs);
-  const auto dtype = compute_dtype().value_or(weight.scalar_type());
   const at::Tensor used = in_use(weight);
+  const auto dtype = compute_dtype().value_or(used.scalar_type());
   if (!labels) return project(cast(hidden, dtype), cast(used, dtype));
   require(labels->sizes() == hidden.sizes().slice(0, hidden.dim() - 1), "LanguageModelHead: labels of shape ", labels->sizes(),
           " do not fit hidden states of shape ", hidden.sizes());

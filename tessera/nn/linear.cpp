@@ -42,8 +42,8 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
     const at::Tensor y = product_(cast(x, compute_dtype())), added = bias_left_out_ ? at::Tensor() : in_use(bias);
     return added.defined() ? y + cast(added, y.scalar_type()) : y;
   }
-  const auto dtype = compute_dtype().value_or(weight.scalar_type());
   const at::Tensor used = in_use(weight), added = bias_left_out_ ? at::Tensor() : in_use(bias);
+  const auto dtype = compute_dtype().value_or(used.scalar_type());
   if (fp8_) return linear_with_weights_later(x, used, weight, added, bias, Fp8Products{.out_dtype = dtype, .scaling = *fp8_});
   return linear_with_weights_later(cast(x, dtype), cast_weight(used, dtype), weight, added.defined() ? cast(added, dtype) : added, bias);
 }

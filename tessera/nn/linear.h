@@ -57,4 +57,7 @@ at::Tensor project(const at::Tensor& x, const at::Tensor& weight, const at::Tens
 /// on unrounded (kernels/widen.h).
 at::Tensor cast(const at::Tensor& tensor, std::optional<at::ScalarType> dtype);
 
+/// In which type statistics and sums of `x` are computed, and what is made of them: fp64 where it is of that, otherwise fp32.
+inline at::ScalarType wide_type(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
 }  // namespace tessera::nn

@@ -69,16 +69,17 @@ void LayerNormImpl::reset_parameters() {
 at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
   const auto out = compute_dtype().value_or(x.scalar_type());
-  const bool plain = weight.defined() && options.normalized_shape().size() == 1 && kernels::is_supported(weight.scalar_type());
+  const at::Tensor scale = in_use(weight), shift = in_use(bias);
+  const bool plain = scale.defined() && options.normalized_shape().size() == 1 && kernels::is_supported(scale.scalar_type());
   const bool in_bf16 = x.scalar_type() == at::kBFloat16 || (x.scalar_type() == at::kFloat && out == at::kBFloat16);
-  if (plain && in_bf16 && kernels::is_supported(out)) return kernels::layer_norm(x, widened(in_use(weight)), widened(in_use(bias)), options.eps(), out);
-  const auto given = [](const at::Tensor& parameter) { return parameter.defined() ? std::optional(widened(in_use(parameter))) : std::nullopt; };
+  if (plain && in_bf16 && kernels::is_supported(out)) return kernels::layer_norm(x, widened(scale), widened(shift), options.eps(), out);
+  const auto given = [](const at::Tensor& parameter) { return parameter.defined() ? std::optional(widened(parameter)) : std::nullopt; };
   if (at::isReducedFloatingType(x.scalar_type())) {
-    return NarrowLayerNorm::apply(x, options.normalized_shape(), given(weight), given(bias), options.eps(), out);
+    return NarrowLayerNorm::apply(x, options.normalized_shape(), given(scale), given(shift), options.eps(), out);
   }
-  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto wide = wide_type(x);
   const auto in_wide = [&](const at::Tensor& parameter) { return parameter.defined() ? cast(parameter, wide) : parameter; };
-  return cast(at::layer_norm(cast(x, wide), options.normalized_shape(), in_wide(weight), in_wide(bias), options.eps()), out);
+  return cast(at::layer_norm(cast(x, wide), options.normalized_shape(), in_wide(scale), in_wide(shift), options.eps()), out);
 }
 
 void LayerNormImpl::pretty_print(std::ostream& stream) const {

@@ -10,6 +10,7 @@
 
 #include "tessera/core/ambient.h"
 #include "tessera/core/error.h"
+#include "tessera/core/events.h"
 #include "tessera/nn/saved_tensors.h"
 
 namespace tessera::nn {
@@ -109,6 +110,7 @@ void FlopCounter::call(OperatorCall& operation) {
   const double product = product_flops(operation.name(), operation.arguments());
   flops_ += product;
   if (recomputing()) recomputed_ += product;
+  if (BesidePasses::now()) beside_ += product;
   operation.run(/*watch_inside=*/product == 0);  // what a product is made of is the same product
 }
 

@@ -80,9 +80,10 @@ class FlopCounter final : public OperatorHooks {
   void call(OperatorCall& operation) override;
   double flops() const { return flops_; }
   double recomputed_flops() const { return recomputed_; }  ///< of those, what recompute ran again (nn::recomputing)
+  double flops_beside() const { return beside_; }          ///< of those, what is of no pass of the model (BesidePasses, core/events.h)
 
  private:
-  double flops_ = 0, recomputed_ = 0;
+  double flops_ = 0, recomputed_ = 0, beside_ = 0;
 };
 
 }  // namespace tessera::nn

@@ -28,7 +28,8 @@ class OperatorEvents final : public OperatorHooks {
   explicit OperatorEvents(EventStream& stream) : stream_(stream) {}
 
   void call(OperatorCall& operation) override {
-    OperatorEvent ran{.name = operation.name(), .flops = product_flops(operation.name(), operation.arguments()), .again = recomputing()};
+    OperatorEvent ran{
+        .name = operation.name(), .flops = product_flops(operation.name(), operation.arguments()), .again = recomputing(), .beside = BesidePasses::now()};
     Event event;
     Sides from, to;
     const auto& declared = operation.schema().arguments();

@@ -14,6 +14,7 @@
 #include "tessera/core/once_differentiable.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/linear.h"
+#include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
 
 // The variance of the whole batch as E[x^2] - mean^2 would cancel where the mean is large beside the spread. So each rank brings its mean and its squares
@@ -25,7 +26,7 @@ namespace tessera::nn {
 
 namespace {
 
-/// Of all samples and positions of all ranks; fp32.
+/// Of all samples and positions of all ranks, in the type of the arithmetic.
 struct Statistics {
   at::Tensor mean;      ///< [C]
   at::Tensor variance;  ///< [C], of the population
@@ -125,7 +126,8 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
   require(x.dim() >= 2 && x.size(1) == options.num_features(), "SyncBatchNorm '", path(), "': x ", x.sizes(), " must be [samples, ", options.num_features(),
           ", ...]");
-  const at::Tensor by_channel = cast(x, at::kFloat).movedim(1, -1), rows = by_channel.reshape({-1, x.size(1)});
+  const at::ScalarType wide = wide_type(x);
+  const at::Tensor by_channel = cast(x, wide).movedim(1, -1), rows = by_channel.reshape({-1, x.size(1)});
   at::Tensor normalized;
   if (is_training() || !options.track_running_stats()) {
     const auto [mean, variance, count] = statistics_of(group_, rows);
@@ -136,9 +138,9 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& x) {
     if (is_training() && options.track_running_stats()) track(mean, variance, count);
     normalized = NormalizeFunction::apply(rows, mean, at::rsqrt(variance + options.eps()), count, c10::make_intrusive<GroupHolder>(group_));
   } else {
-    normalized = (rows - running_mean) * at::rsqrt(running_var + options.eps());
+    normalized = (rows - cast(running_mean, wide)) * at::rsqrt(cast(running_var, wide) + options.eps());
   }
-  if (weight.defined()) normalized = normalized * cast(weight, at::kFloat) + cast(bias, at::kFloat);
+  if (weight.defined()) normalized = normalized * cast(in_use(weight), wide) + cast(in_use(bias), wide);
   return cast(normalized.view(by_channel.sizes()).movedim(-1, 1), x.scalar_type());
 }
 

@@ -11,7 +11,7 @@ using BatchNormOptions = torch::nn::BatchNormOptions;
 
 /// Batch normalization (arXiv:1502.03167) by the statistics of the samples of every rank of a group, as torch.nn.SyncBatchNorm: output, gradients and running
 /// statistics are those of one device that holds the whole batch. Ranks may hold different numbers of samples, also none.
-///   x [N, C, ...]   any float dtype; the arithmetic is fp32
+///   x [N, C, ...]   any float dtype; the arithmetic is fp32, of fp64 in its own
 ///   y [N, C, ...]   in x's dtype
 /// Options, parameters (`weight`, `bias`) and buffers (`running_mean`, `running_var`, `num_batches_tracked`) are named as torch::nn::BatchNorm2d's. In
 /// eval mode it uses the running statistics and communicates nothing. Without `synchronize` the group is of one: plain batch normalization.

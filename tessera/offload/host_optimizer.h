@@ -42,6 +42,7 @@ class HostOptimizer final : public optim::Optimizer {
                 bool delayed = false);
 
   std::string kind() const override { return inner_->kind(); }
+  std::map<std::string, std::string> kinds() const override { return inner_->kinds(); }
   std::vector<optim::StateTensor> state() const override;
   std::vector<optim::StateTensor> state_to_save() const override;
   std::vector<optim::StateTensor> state_at_hand() const override { return inner_->state_at_hand(); }

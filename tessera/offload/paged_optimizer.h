@@ -48,6 +48,7 @@ class PagedOptimizer final : public optim::Optimizer {
   ~PagedOptimizer() override;
 
   std::string kind() const override { return inner_->kind(); }
+  std::map<std::string, std::string> kinds() const override { return inner_->kinds(); }
   std::vector<optim::StateTensor> state() const override;
   std::vector<optim::StateTensor> state_to_save() const override;
   std::vector<optim::StateTensor> state_at_hand() const override { return {}; }

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/system_reason.h"
 #include "tessera/offload/nameless_file.h"
 
 // One file, one thread: what is written is read again in the order of asking, and a disk gains nothing from two who seek. Plain pread and pwrite, for the page
@@ -58,10 +59,7 @@ struct FreeRanges {
 
 namespace {
 
-const char* way_out(int reason) {
-  const bool full = reason == ENOSPC || reason == EDQUOT || reason == EFBIG;
-  return full ? "; name a folder with more space, or leave more on the device or the host" : "";
-}
+const char* way_out(int reason) { return is_full(reason) ? "; name a folder with more space, or leave more on the device or the host" : ""; }
 
 }  // namespace
 

@@ -11,6 +11,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/events.h"
 
 // Matrices are sorted by size and dealt one to each rank in turn, so that ranks which stand in one round have matrices of about one size, to send as to
 // multiply. Each rank writes what it has of every matrix of a round where the matrix's rank will find it, zeros elsewhere; a sum puts the matrices together
@@ -29,6 +30,7 @@ constexpr double kLeastNorm = 1e-7;
 at::Tensor orthogonal(const at::Tensor& matrix, int steps) {
   const bool tall = matrix.size(0) > matrix.size(1);
   at::Tensor x = tall ? matrix.t() : matrix;
+  const BesidePasses update;
   x = x.div(x.square().sum().sqrt_().clamp_min_(kLeastNorm));  // no singular value above 1
   for (int step = 0; step < steps; ++step) {
     const at::Tensor gram = at::mm(x, x.t());

@@ -182,6 +182,12 @@ std::map<std::string, int64_t> Optimizer::update_counts() const {
   return counts;
 }
 
+std::map<std::string, std::string> Optimizer::kinds() const {
+  std::map<std::string, std::string> kinds;
+  for (const auto& parameter : parameters_) kinds[parameter.name] = kind();
+  return kinds;
+}
+
 void Optimizer::require_counts_of_all(const std::map<std::string, int64_t>& counts) const {
   std::set<std::string> unknown;
   for (const auto& [name, count] : counts) unknown.insert(name);

@@ -67,6 +67,9 @@ class Optimizer {
   /// What `optim.name` calls it: "adamw", "sgd".
   virtual std::string kind() const = 0;
 
+  /// The kind that updates each parameter, by logical name: with optim.groups another than kind() for some.
+  virtual std::map<std::string, std::string> kinds() const;
+
   /// One update with learning rate `lr`. Collective over WholeModel::meet's ranks where the optimizer has such.
   /// Gradients are read, never changed, unless `scale` is given (clip_factor(), fp64 []): the update is of gradients times it, by which they are multiplied in
   /// place where the update does not do that as it reads them (updates_in_one_pass(), of what lies on the host), in a pass of 8 bytes an fp32 element.

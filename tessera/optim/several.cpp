@@ -35,6 +35,12 @@ std::vector<StateTensor> Several::all_of(Ask&& ask) const {
   return all;
 }
 
+std::map<std::string, std::string> Several::kinds() const {
+  std::map<std::string, std::string> all;
+  for (const Part& part : parts_) all.merge(part.optimizer->kinds());
+  return all;
+}
+
 void Several::take_back_count() {
   tell([](Optimizer& optimizer) { optimizer.take_back_count(); });
 }

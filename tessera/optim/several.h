@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -21,6 +22,7 @@ class Several final : public Optimizer {
   Several(std::string kind, std::vector<Part> parts);
 
   std::string kind() const override { return kind_; }
+  std::map<std::string, std::string> kinds() const override;
   void take_back_count() override;
   void remember_counts() override;
   void begin(double lr) override;

@@ -24,6 +24,16 @@ constexpr const char* kTiedSite = "pipeline.tied";
 constexpr int64_t kMostPatterns = 8;               // of one slice
 constexpr int64_t kEntry = 1 + 4 * kMostPatterns;  // of a copy: how many patterns, and each
 
+/// What to write where elements of a copy are on too many ranks, or on none.
+constexpr const char* kReplicas =
+    "they are there several times, and each would be added: where every rank has whole gradients (DistributedDataParallel, or no wrapper), give the ranks of "
+    "the "
+    "pipeline alone, sum_shared_gradients(split, schedule, mesh[\"pp\"]), and where a wrapper keeps parts, those over which they are cut besides, and no "
+    "replicas";
+constexpr const char* kParts =
+    "where a wrapper keeps gradients in parts, give the ranks of the pipeline together with those over which they are cut, and no replicas: "
+    "sum_shared_gradients(split, schedule, mesh[\"pp\"], mesh[{\"dp\", \"pp\"}])";
+
 using Runs = std::vector<std::pair<int64_t, int64_t>>;
 struct Pattern {
   int64_t first, count, stride, times;
@@ -190,10 +200,8 @@ void TiedCopies::check_complete(const std::string& name) const {
         int64_t found = 0;
         for (int peer = 0; peer < ranks_.size(); ++peer) found += numel_of(shared(patterns, entry(peer, other)));
         require(found == numel_of(patterns), "pipeline: '", name, "' is shared by stages on several ranks, and of the ", numel_of(patterns),
-                " elements that rank ", rank, " of group '", ranks_.ahead.name(), "' has of it, the others have ", found,
-                " of the copy of another stage; where a ",
-                "wrapper keeps gradients in parts, give the ranks of the pipeline together with those over which they are cut, and no replicas: ",
-                "sum_shared_gradients(split, schedule, mesh[\"pp\"], mesh[{\"dp\", \"pp\"}])");
+                " elements that rank ", rank, " of group '", ranks_.ahead.name(), "' has of it, the others have ", found, " of the copy of another stage; ",
+                found > numel_of(patterns) ? kReplicas : kParts);
       }
     }
   }

@@ -208,6 +208,7 @@ class StepsReader {
     }
     RankClass& result = run_.ranks;
     result.hardware_flops = of_step.flops();
+    result.flops_beside = of_step.flops_beside();
     result.recomputed_flops = of_step.recomputed_flops();
     result.collectives = collectives_of(run_.events);
     if (!options_.machine) return;
@@ -372,6 +373,7 @@ nlohmann::json to_json(const RankClass& ranks, const PipelinePlan& pipeline) {
                          {"flops", ranks.flops},
                          {"hardware_flops", ranks.hardware_flops},
                          {"recomputed_flops", ranks.recomputed_flops},
+                         {"flops_beside", ranks.flops_beside},
                          {"guessed", guessed}};
   if (pipeline.stages.size() > 1) {
     json["stages"] = pipeline.stages_of(ranks.pipeline_rank);

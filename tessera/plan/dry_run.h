@@ -42,7 +42,8 @@ struct RankClass {
   std::vector<MemoryBlock> largest;         ///< alive then, the largest first (DryRunOptions::largest)
   std::vector<CollectiveSum> collectives;   ///< of one step, in the order of their first call
   double flops = 0;                         ///< model FLOPs of one step (see docs/planning.md)
-  double hardware_flops = 0;                ///< of the matrix products that a step runs, what is computed again included
+  double hardware_flops = 0;                ///< of the matrix products of a step's passes, what is computed again included
+  double flops_beside = 0;                  ///< of those beside them: an optimizer's (Muon), and those that compress gradients
   double recomputed_flops = 0;              ///< of those, what recompute runs again
   std::vector<GuessedOperator> guessed;     ///< by name
   Events events;                            ///< of one step (DryRunOptions::events)

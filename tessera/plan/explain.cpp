@@ -215,6 +215,7 @@ nlohmann::json to_json(const Explanation& explanation) {
   nlohmann::json json{{"parameters", explanation.parameters},
                       {"counted", explanation.counted},
                       {"trained", explanation.trained},
+                      {"left_out", explanation.left_out},
                       {"states", std::move(states)},
                       {"activations",
                        {{"of_layer", json_of(kept.of_layer)},
@@ -238,8 +239,10 @@ nlohmann::json to_json(const Explanation& explanation) {
 std::string to_string(const Explanation& explanation) {
   std::vector<std::vector<std::string>> rows{{"What training keeps of", count_text(explanation.parameters), "", "as counted", ""}};
   for (const KeptStates& states : explanation.states) add_states(explanation, states, rows);
-  std::string text =
-      fmt::format("{} parameters; the shape has {}\n\n{}", count_text(explanation.parameters), grouped(explanation.counted), format_columns(rows, {0, 1, 4}));
+  std::string text = fmt::format("{} parameters; the shape has {}\n", count_text(explanation.parameters), grouped(explanation.counted));
+  if (!explanation.left_out.empty())
+    text += fmt::format("Of one device that has all of it, so these settings are left out: {}.\n", fmt::join(explanation.left_out, ", "));
+  text += "\n" + format_columns(rows, {0, 1, 4});
   if (explanation.adapted()) {
     text += fmt::format(
         "\nBytes of a parameter are means: lora.modules trains {:.3g}% as many elements as the shape has, and of the rest keeps the weight alone.\n",

@@ -62,7 +62,8 @@ struct Explanation {
   double parameters = 0;  ///< that are spoken of: a preset's by its name
   int64_t counted = 0;    ///< that its shape has
   int64_t layers = 0;
-  double trained = 1;  ///< elements, as a share of those that the shape has: [lora] freezes them, and trains what it adds
+  double trained = 1;                   ///< elements, as a share of those that the shape has: [lora] freezes them, and trains what it adds
+  std::vector<std::string> left_out{};  ///< settings that were given, and are not looked at, for one device has all of it
   std::vector<KeptStates> states{};
   KeptActivations activations{};
   std::vector<Change> changes{};

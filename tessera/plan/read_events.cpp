@@ -45,7 +45,7 @@ void EventReader::read(const Events& events) {
 
 void EventReader::read(const Event& event) {
   if (const auto* ran = std::get_if<OperatorEvent>(&event.what)) {
-    flops_ += ran->flops;
+    (ran->beside ? flops_beside_ : flops_) += ran->flops;
     if (ran->again) recomputed_flops_ += ran->flops;
   }
   const auto* change = std::get_if<MemoryChange>(&event.what);
@@ -71,6 +71,7 @@ nlohmann::json to_json(const OperatorEvent& ran) {
           {"read_bytes", ran.read_bytes},
           {"written_bytes", ran.written_bytes},
           {"again", ran.again},
+          {"beside", ran.beside},
           {"crosses", ran.crosses},
           {"on_host", ran.on_host},
           {"causal", ran.causal}};

@@ -35,7 +35,7 @@ struct Alive {
   bool operator==(const Alive&) const = default;
 };
 
-/// Adds up what events say, one after the other: FLOPs of matrix products, and memory as MemoryTracker counts it.
+/// Adds up what events say, one after the other: FLOPs of matrix products, of the model's passes and beside them, and memory as MemoryTracker counts it.
 class EventReader {
  public:
   /// `before`: what is alive when the events begin.
@@ -45,11 +45,12 @@ class EventReader {
 
   double flops() const { return flops_; }
   double recomputed_flops() const { return recomputed_flops_; }  ///< of those, what recompute ran again
+  double flops_beside() const { return flops_beside_; }          ///< beside those (BesidePasses)
   const Alive& peak() const { return peak_; }                    ///< when most was alive, of either
   const Alive& alive() const { return now_; }
 
  private:
-  double flops_ = 0, recomputed_flops_ = 0;
+  double flops_ = 0, recomputed_flops_ = 0, flops_beside_ = 0;
   Alive peak_, now_;
   int64_t device_, host_, device_peak_, host_peak_;
 };

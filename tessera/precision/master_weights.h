@@ -37,6 +37,7 @@ class MasterWeights final : public optim::Optimizer {
   MasterWeights(const std::vector<nn::NamedParameter>& weights, const Build& build);
 
   std::string kind() const override { return inner_->kind(); }
+  std::map<std::string, std::string> kinds() const override { return inner_->kinds(); }
   std::vector<optim::StateTensor> state() const override;
   bool needs_begin() const override { return true; }
   bool needs_wholes() const override { return inner_->needs_wholes(); }

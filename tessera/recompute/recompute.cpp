@@ -64,14 +64,14 @@ std::vector<Found> attention_cores(const std::vector<Found>& modules, const std:
         path);
   }
   require(!cores.empty(), "recompute.mode = selective: no attention core in the modules of recompute.modules = ", pattern,
-          "; name operators to keep in recompute.keep, or use full");
+          "; name operators to keep in recompute.keep, or set recompute.mode = full (RecomputeMode::Full)");
   return cores;
 }
 
 std::vector<Found> within_budget(torch::nn::Module& root, const RecomputeOptions& options, const std::vector<Found>& modules) {
   require(options.example != nullptr, "recompute.budget_bytes = ", options.budget_bytes, ": needs an example, a forward pass to measure");
   require(options.mode == RecomputeMode::Full && options.every == 1, "recompute.budget_bytes = ", options.budget_bytes,
-          ": picks among whole modules itself; use it with mode full and every = 1");
+          ": picks among whole modules itself; set recompute.mode = full (RecomputeMode::Full) and recompute.every = 1");
   const auto costs = measure_recompute(options.measured ? *options.measured : root, options.modules, options.example);
   invariant(costs.size() == modules.size(), "recompute: ", costs.size(), " modules measured, ", modules.size(), " to recompute");
   std::map<int, std::vector<size_t>> held;
@@ -94,9 +94,12 @@ Attachment recompute(torch::nn::Module& root, const RecomputeOptions& options) {
   require(options.budget_bytes >= 0, "recompute.budget_bytes = ", options.budget_bytes, ": expected 0 (off) or more");
   require(options.segment >= 0, "recompute.segment = ", options.segment, ": expected 0 (off) or more");
   require(options.segment <= 1 || (options.mode == RecomputeMode::Full && options.every == 1 && options.budget_bytes == 0),
-          "recompute.segment = ", options.segment, ": recomputes every module of a run of them; use it with mode full, every = 1 and without a budget");
+          "recompute.segment = ", options.segment,
+          ": recomputes every module of a run of them; set recompute.mode = full (RecomputeMode::Full) and recompute.every = 1, and no recompute.budget_bytes");
   const bool selective = options.mode == RecomputeMode::Selective;
-  require(options.keep.empty() || selective, "recompute.keep: full recomputation keeps no operator's output; set recompute.mode = selective");
+  require(options.keep.empty() || selective,
+          "recompute.keep: full recomputation keeps no operator's output; set recompute.mode = selective "
+          "(RecomputeOptions{.mode = RecomputeMode::Selective})");
 
   auto modules = every_nth(nn::interceptable_modules(root, options.modules), options.every);
   if (options.budget_bytes > 0) modules = within_budget(root, options, modules);

@@ -21,7 +21,8 @@
 // is computed for it, and is gone from the round after, on every rank the same.
 //
 // A context that is full does not move on by one token: each move would mean to read all of it again, since what is kept of every token was computed with those
-// before it. The newer half is read again instead, once in capacity / 2 tokens: one more token read for each that is made.
+// before it. The newer half is read again instead, once in capacity / 2 tokens: one more token read for each that is made. Where fewer than that are still to
+// be made, more of the text fits beside them, and is read.
 
 namespace tessera {
 namespace {
@@ -172,14 +173,14 @@ class Generation final : public Pass {
   /// By counts alone, which are the same on all ranks.
   void plan(Place& place) {
     Text& text = texts_[*place.text];
-    const int64_t capacity = cache_.capacity(), half = std::max<int64_t>(capacity / 2, 1);
+    const int64_t capacity = cache_.capacity();
     const int64_t length = static_cast<int64_t>(text.prompt) + text.rounds;
     const bool begins = text.rounds == 0;
     place.begin = text.cached;
-    place.reads = begins ? (length < capacity ? length : std::min(half, length)) : 1;
-    if (place.begin + place.reads > capacity) {
+    place.reads = begins ? length : 1;
+    if (begins ? length >= capacity : place.begin + place.reads > capacity) {
       place.begin = 0;
-      place.reads = std::min(half, length);
+      place.reads = newest_tokens(length, capacity, options_.max_new_tokens - text.rounds);
     }
     text.cached = place.begin + place.reads;
     ++text.rounds;
@@ -222,6 +223,10 @@ class Generation final : public Pass {
 };
 
 }  // namespace
+
+int64_t newest_tokens(int64_t length, int64_t capacity, int64_t wanted) {
+  return std::min(length, std::max({int64_t{1}, capacity / 2, capacity - (wanted - 1)}));
+}
 
 void check_generates(const ModelConfig& model) {
   require(

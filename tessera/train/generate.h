@@ -25,11 +25,16 @@ struct GenerateOptions {
   int in_flight = 0;  ///< texts that are on their way through the stages at once, each with keys and values of its own; 0: as many as the pipeline has ranks
 };
 
+/// How many of a text's `length` tokens, the newest, are read where it fills a context of `capacity`: as many as leave room for the tokens still `wanted`, of
+/// which all but the last are read in turn, and at least half of the context.
+int64_t newest_tokens(int64_t length, int64_t capacity, int64_t wanted);
+
 /// Refuses a model that cannot continue a text. Throws ConfigError.
 void check_generates(const ModelConfig& model);
 
 /// Continues each prompt; returns the new tokens of each, the same on all ranks and for any way to cut the model: a text depends on its prompt and options
-/// alone, and not on those beside it. Dropout is off. Where the context is full, the older half is forgotten and the rest read again.
+/// alone, and not on those beside it. Dropout is off. Of a prompt that fills the context, and of a text that grows beyond it, the newest_tokens are read
+/// (again), and what is older is forgotten.
 ///
 /// Each stage keeps the keys and values of its layers and heads, and, where sequences are cut (mesh.cp), of the columns of the prompt that it read; the rank of
 /// the last stage and column draws, and tells the others. Texts follow each other through the

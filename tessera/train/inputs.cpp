@@ -157,9 +157,10 @@ std::vector<std::string> parameter_names(const Config& config) {
   return names;
 }
 
-/// Rates and decay of a parameter may change; what its state is may not.
-void check_optimizers(const Config& saved, const Config& config, const std::string& folder) {
-  if (saved.optim.groups.empty() && config.optim.groups.empty()) return check_momentum(saved.optim, config.optim, "", folder);
+/// Rates and decay of a parameter may change; what its state is may not, but for those that checkpoint.partial names: their state begins anew.
+void check_optimizers(const Config& saved, const Config& config, const checkpoint::Manifest& manifest, const std::string& folder) {
+  const auto& partial = config.checkpoint.partial;
+  if (saved.optim.groups.empty() && config.optim.groups.empty() && partial.empty()) return check_momentum(saved.optim, config.optim, "", folder);
   const auto before = optim_groups(saved.optim), now = optim_groups(config.optim);
   const optim::WholeModel model = described_model(config);
   for (const Slice& parameter : model.parameters) {
@@ -168,6 +169,9 @@ void check_optimizers(const Config& saved, const Config& config, const std::stri
       return optim::settings_of(optim, groups, name, parameter.shape.size(), model).settings;
     };
     const OptimConfig was = by(saved.optim, before), is = by(config.optim, now);
+    const bool may_differ = std::ranges::any_of(partial, [&](const auto& pattern) { return nn::matches(pattern, name); });
+    // What another kind has kept is told by the checkpoint, unless it is an old one; a last gradient cannot be told from Muon's average.
+    if (may_differ && (was.name == is.name ? is.name != "muon" : manifest.optimizer.contains("kinds"))) continue;
     require(was.name == is.name, "optim.groups: '", name, "' would be updated by ", is.name, ", and ", folder, " holds what ", was.name,
             " kept of it; give it name = ", was.name, " again, or start anew with checkpoint.resume = \"\"");
     check_momentum(was, is, detail::concat(" for '", name, "'"), folder);
@@ -203,7 +207,7 @@ void check_fit(const Config& config, const Inputs& inputs) {
                  .seed = static_cast<uint64_t>(*config.data.seed)});
   require(manifest.step <= config.run.steps, "run.steps = ", config.run.steps, ": ", folder, " is already at step ", manifest.step,
           "; raise run.steps, or resume from an earlier checkpoint");
-  check_optimizers(config_of(manifest.progress, folder), config, folder);
+  check_optimizers(config_of(manifest.progress, folder), config, manifest, folder);
   if (!config.checkpoint.partial.empty()) checkpoint::check_partial(config.checkpoint.partial, manifest, parameter_names(config));
 }
 
@@ -304,12 +308,16 @@ std::vector<std::string> changes_since(const ResumePoint& resume, const Config& 
   std::string list;
   for (const auto& setting : changed) list += (list.empty() ? "" : ", ") + setting;
   if (!list.empty()) remarks.push_back(detail::concat("going on from ", folder, " with other settings than it was saved with: ", list));
-  if (config.run.steps != saved.run.steps && config.optim.schedule != "constant" && saved.optim.schedule != "constant" && step < config.run.steps) {
-    const int64_t update = step + 1 - skipped_steps(resume.manifest);
-    const double before = optim::LearningRate(saved.optim, saved.run.steps).at(update), now = optim::LearningRate(config.optim, config.run.steps).at(update);
+  const bool bends = config.run.steps != saved.run.steps && config.optim.schedule != "constant" && saved.optim.schedule != "constant";
+  const optim::LearningRate rate_before(saved.optim, saved.run.steps), rate_now(config.optim, config.run.steps);
+  const int64_t skipped = skipped_steps(resume.manifest);
+  for (int64_t next = step + 1; bends && next <= config.run.steps; ++next) {  // through a warm-up, in which they are the same
+    const double before = rate_before.at(next - skipped), now = rate_now.at(next - skipped);
+    if (before == now) continue;
     remarks.push_back(detail::concat("run.steps = ", config.run.steps, " (was ", saved.run.steps, "): optim.schedule = ", config.optim.schedule,
-                                     " ends there, so the learning rate bends: ", format_float(now), " in step ", step + 1, ", where it would have been ",
+                                     " ends there, so the learning rate bends: ", format_float(now), " in step ", next, ", where it would have been ",
                                      format_float(before)));
+    break;
   }
   return remarks;
 }

@@ -1,13 +1,9 @@
 #include "tessera/train/load_model.h"
 
 #include <algorithm>
-#include <set>
 
 #include "tessera/checkpoint/checkpoint.h"
-#include "tessera/checkpoint/convert.h"
 #include "tessera/checkpoint/hugging_face.h"
-#include "tessera/checkpoint/narrowing.h"
-#include "tessera/checkpoint/stored_slices.h"
 #include "tessera/config/expert_rules.h"
 #include "tessera/config/offload_rules.h"
 #include "tessera/core/error.h"
@@ -161,21 +157,6 @@ ReadingGroups reading_groups(const Config& config, const Mesh& mesh) {
   return {.layers = mesh[roles.layers], .stages = pipeline_channels(mesh, roles.stages), .columns = mesh[roles.columns], .experts = expert_ranks(config, mesh)};
 }
 
-namespace {
-
-/// Weights that are wanted in another format than they were stored in are filled once more, from what they are a rounding of.
-void fill_from_masters(const std::filesystem::path& folder, const checkpoint::Manifest& manifest, const std::vector<checkpoint::SlicedTensor>& targets,
-                       const std::set<std::string>& fresh, bool verify) {
-  checkpoint::StoredSlices stored(folder, manifest, verify);
-  for (const auto& [tensor, slice] : targets) {
-    const at::ScalarType dtype = tensor.scalar_type();
-    if (fresh.contains(slice.name) || checkpoint::fullest(manifest, slice.name, dtype) == slice.name) continue;
-    checkpoint::fill_fullest(stored, manifest, tensor, slice, dtype, checkpoint::refuse_beyond_params, folder.string());
-  }
-}
-
-}  // namespace
-
 LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at::Device device) {
   const auto& stored = found.checkpoint;
   LoadedModel loaded = build(found.config, groups, device, stored ? SavedWeights{&stored->folder, &stored->manifest} : SavedWeights());
@@ -186,14 +167,12 @@ LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at:
   const auto& [folder, manifest, config, remarks] = *found.checkpoint;
   std::vector<std::string> ignored{"optimizer.", hook_prefix};
   for (const std::string& name : quantized_weights(config)) ignored.push_back("model." + name);
-  const auto targets = checkpoint::model_targets(*loaded.model);
-  const auto report = checkpoint::load(folder, manifest, targets,
-                                       {.verify = config.checkpoint.verify,
-                                        .expected = stored_for_others(config, manifest, loaded),
-                                        .ignore_prefixes = std::move(ignored),
-                                        .partial = config.checkpoint.partial,
-                                        .convert = true});  // precision.params may be another than it was trained with
-  fill_from_masters(folder, manifest, targets, report.fresh, config.checkpoint.verify);
+  checkpoint::load(folder, manifest, checkpoint::model_targets(*loaded.model),
+                   {.verify = config.checkpoint.verify,
+                    .expected = stored_for_others(config, manifest, loaded),
+                    .ignore_prefixes = std::move(ignored),
+                    .partial = config.checkpoint.partial,
+                    .convert = true});  // precision.params may be another than it was trained with
   return loaded;
 }
 

@@ -178,15 +178,21 @@ Replay::Result Replay::check(ForwardEngine& engine, const data::Cursor& cursor, 
   auto formats = recorded.formats;
   for (auto& format : formats_in(here)) formats.push_back(std::move(format));
   const double bound = replay_bound(formats);
+  // Of numbers that end at 65,504 one arithmetic may overflow where another does not, with the same weights.
+  const bool may_overflow = !bits && std::ranges::find(formats, "fp16") != formats.end();
+  Result result{.bits = bits};
   for (size_t rank = 0; rank < losses.size(); ++rank) {
     const double before = recorded.losses[entry_of(static_cast<int>(rank))], now = losses[rank];
+    const bool overflowed = may_overflow && (!is_finite(before) || !is_finite(now));
+    if (rank < recorded.losses.size()) ++(overflowed ? result.overflowed : result.micro_batches);  // those beyond are the same again
+    if (overflowed) continue;
     const bool same = bits ? std::bit_cast<uint64_t>(before) == std::bit_cast<uint64_t>(now) : within(now, before, bound);
     require(same, source, ": the step that it recorded does not replay: micro-batch ", recorded.indices[entry_of(static_cast<int>(rank))], " of step ",
             cursor.step + 1, " has a loss of ", format_float(now), ", and had ", format_float(before), " when it was saved (compared ",
             bits ? "bit for bit" : detail::concat("within ", format_float(bound), ", as the arithmetic is another"),
             "); its weights are not those that were trained: resume from an older checkpoint, or set checkpoint.verify = false to go on all the same");
   }
-  return {.micro_batches = std::min<int64_t>(static_cast<int64_t>(losses.size()), static_cast<int64_t>(recorded.losses.size())), .bits = bits};
+  return result;
 }
 
 std::vector<double> Replay::losses_of(ForwardEngine& engine, const data::Cursor& cursor, int64_t micro_size, int64_t index, int64_t later) const {
@@ -239,6 +245,19 @@ nlohmann::json Replay::arithmetic(at::Device device) const {
   const bool of_all = same_on_all(mesh_[mesh_roles(config_).world], arithmetic);
   arithmetic[kOfAllRanks] = of_all;
   return arithmetic;
+}
+
+std::string in_words(const Replay::Result& result) {
+  const std::string overflows = "one arithmetic overflows in fp16 where another does not", hashes = "only its hashes say that it is what was trained";
+  if (result.micro_batches == 0 && result.overflowed == 0) return "records no step to replay; " + hashes;
+  if (result.micro_batches == 0) {
+    return detail::concat("not replayed: of the ", result.overflowed, " micro-batches that it recorded none has a finite loss both then and now, and ",
+                          overflows, "; ", hashes);
+  }
+  const std::string how = result.bits ? "bit for bit" : "within bounds (the arithmetic is another)";
+  const std::string left_out =
+      result.overflowed == 0 ? "" : detail::concat("; on ", result.overflowed, " more the loss then or now is not finite, and ", overflows);
+  return detail::concat("replays ", how, ", on ", result.micro_batches, " micro-batches", left_out);
 }
 
 double replay_bound(const std::vector<std::string>& formats) {

@@ -39,12 +39,13 @@ class Replay {
 
   /// How a replay went.
   struct Result {
-    int64_t micro_batches = 0;  ///< compared; 0: the checkpoint records none
+    int64_t micro_batches = 0;  ///< compared; 0: the checkpoint records none, or none that can be
+    int64_t overflowed = 0;     ///< not compared: in fp16, and another arithmetic, the recorded loss or that of now is not finite
     bool bits = false;          ///< compared bit for bit
   };
 
   /// `cursor` is the recorded one: this run's batch and windows may be others. Throws ConfigError, on every rank the same, naming `source`, the micro-batch and
-  /// both losses where one differs; where a recorded one is not finite; and where the record cannot be read.
+  /// both losses where one differs; where the weights made no number when they were recorded; and where the record cannot be read.
   Result check(ForwardEngine& engine, const data::Cursor& cursor, const nlohmann::json& progress, const std::string& source) const;
 
  private:
@@ -58,6 +59,9 @@ class Replay {
   std::shared_ptr<const data::Corpus> corpus_;
   nlohmann::json sums_;  ///< what orders the sums over ranks that layers are cut over; null where they are whole
 };
+
+/// How a replay went, as what is said of the checkpoint.
+std::string in_words(const Replay::Result& result);
 
 /// How far, relatively, a loss may be off that other arithmetic computed: as the coarsest of these number formats allows (fp32: 5e-6).
 double replay_bound(const std::vector<std::string>& formats);

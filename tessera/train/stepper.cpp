@@ -299,7 +299,7 @@ at::Tensor Stepper::forward_backward(const data::StepBatch& batch, const StepReq
     const nn::OperatorScope counted(counter);
     losses = engine_.forward_backward(batch, options);
   }
-  flops_ = {.run = counter->flops(), .recomputed = counter->recomputed_flops()};
+  flops_ = {.run = counter->flops() - counter->flops_beside(), .recomputed = counter->recomputed_flops()};
   return losses;
 }
 

@@ -385,9 +385,9 @@ void Trainer::replay(const ResumePoint& resume) {
   const auto result = replay_.check(stepper_.forward_only(), cursor_of(progress, source), progress, source);
   if (world_.rank() > 0) return;
   if (result.micro_batches == 0) {
-    log().warn("{}: records no step to replay; only its hashes say that it is what was trained", source);
+    log().warn("{}: {}", source, in_words(result));
   } else {
-    log().info("{}: replays {}, on {} micro-batches", source, result.bits ? "bit for bit" : "within bounds (the arithmetic is another)", result.micro_batches);
+    log().info("{}: {}", source, in_words(result));
   }
 }
 

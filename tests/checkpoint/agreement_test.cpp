@@ -76,7 +76,11 @@ TEST(Agreement, SaysThatTheTextHasChangedInWords) {
     return "agrees";
   };
   const std::string rest = "that ckpt/step-1 was written with; resume with the same, as it was then, or start anew with checkpoint.resume = \"\"";
-  EXPECT_EQ(told({{"content", "c3"}, {"tokenizer", "b2"}}), "data.files: the text is not the one " + rest);
+  EXPECT_EQ(
+      told({{"content", "c3"}, {"tokenizer", "b2"}}),
+      "data.files: the files do not hold, byte for byte, what ckpt/step-1 was written with: another text, or the same one compressed otherwise, or unpacked; "
+      "resume with the files as they were then, or with what was packed of them (*-a1.bin in data.cache_dir then) as data.files, or start anew with "
+      "checkpoint.resume = \"\"");
   EXPECT_EQ(told({{"content", "c3"}, {"tokenizer", "d4"}}), "data.tokenizer: the tokenizer is not the one " + rest);
   EXPECT_EQ(told({{"content", "a1"}, {"tokenizer", "b2"}}), "agrees");
   EXPECT_EQ(told({{"content", "c3"}, {"tokenizer", "b2"}, {"bos", true}}),

@@ -9,6 +9,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include "tessera/checkpoint/deal.h"
@@ -770,6 +771,71 @@ TEST(TorchOptimizer, AMomentumThatIsWiderThanItsParameterComesBack) {
     const auto& state = static_cast<torch::optim::SGDParamState&>(*resumed.state().at(parameter.unsafeGetTensorImpl()));
     EXPECT_TRUE(at::equal(state.momentum_buffer(), at::full(parameter.sizes(), 1 + 1e-6, at::kFloat)));
   }
+}
+
+/// As optim.state_dtype = bf16 keeps it: in bf16 what libtorch's AdamW multiplies by 0.999 stays as it is.
+TEST(TorchOptimizer, StateThatIsNarrowerThanItsParameterIsWidened) {
+  const TemporaryFolder folder;
+  torch::nn::Linear model(3, 2);
+  torch::optim::AdamW optimizer(model->parameters()), resumed(model->parameters());
+  for (const auto& parameter : model->parameters()) {
+    auto state = std::make_unique<torch::optim::AdamWParamState>();
+    state->step(3);
+    state->exp_avg(at::full(parameter.sizes(), 0.75, at::kBFloat16));
+    state->exp_avg_sq(at::full(parameter.sizes(), 0.5, at::kBFloat16));
+    optimizer.state()[parameter.unsafeGetTensorImpl()] = std::move(state);
+  }
+  const auto report = load(save(folder.path(), 1, *model, optimizer, comm::Group::self()), *model, resumed).report;
+  EXPECT_EQ(report.converted.at("optimizer.exp_avg_sq.weight"), "BF16 -> F32");
+  for (const auto& parameter : model->parameters()) at::Tensor(parameter).mutable_grad() = at::zeros_like(parameter);
+  resumed.step();
+  for (const auto& parameter : model->parameters()) {
+    const auto& state = static_cast<torch::optim::AdamWParamState&>(*resumed.state().at(parameter.unsafeGetTensorImpl()));
+    EXPECT_TRUE(at::allclose(state.exp_avg_sq(), at::full(parameter.sizes(), 0.5 * 0.999))) << state.exp_avg_sq();
+    EXPECT_TRUE(at::allclose(state.exp_avg(), at::full(parameter.sizes(), 0.75 * 0.9)));
+  }
+}
+
+/// Muon's buffer has the name of SGD's.
+TEST(TorchOptimizer, StateOfAnotherKindIsNeverTaken) {
+  const TemporaryFolder folder;
+  const torch::nn::Linear model(3, 2);
+  OptimConfig config;
+  config.name = "sgd";
+  config.momentum = 0.9;
+  config.groups = {"weight: name = muon"};
+  const auto ours = optim::make_optimizer(config, nn::unique_parameters(*model));
+  for (const auto& parameter : model->parameters()) at::Tensor(parameter).mutable_grad() = at::ones_like(parameter);
+  ours->step(0.1);
+  const auto saved = save(folder.path(), 1, *model, *ours, comm::Group::self());
+  torch::optim::SGD theirs(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  EXPECT_THAT([&] { load(saved, *model, theirs); }, ThrowsMessage<ConfigError>(HasSubstr("'weight' was updated by muon, and here it is by sgd")));
+  load(saved, *model, theirs, {.partial = {"weight"}});
+  EXPECT_EQ(theirs.state().count(model->weight.unsafeGetTensorImpl()), 0U);
+  EXPECT_EQ(theirs.state().count(model->bias.unsafeGetTensorImpl()), 1U);
+}
+
+/// What was trained is the masters; what a program wrote since the last update is as it wrote it, for whoever takes the weights in another type.
+TEST(TrainingTensors, OfAnotherTypeFollowWhatWasWrittenSinceTheLastUpdate) {
+  const TemporaryFolder folder;
+  const at::Tensor master = at::full({2, 3}, 0.3F), written = master.to(at::kHalf);
+  written[1].fill_(0.2998F);
+  at::Tensor expected = master.clone();
+  expected[1].copy_(written[1]);
+  ASSERT_FALSE(at::equal(expected, master));
+  CheckpointState state;
+  state.tensors = {{written, Slice::whole("model.weight", {2, 3})}, {master, Slice::whole("optimizer.master.weight", {2, 3})}};
+  state.optimizer = {{"kind", "sgd"}, {"update_counts", {{"weight", 3}}}};
+  const auto saved = save(folder.path(), state, comm::Group::self());
+  const LoadOptions options{.convert = true};
+  OptimConfig config;
+  config.name = "sgd";
+  torch::nn::Linear wide(torch::nn::LinearOptions(3, 2).bias(false)), alone(torch::nn::LinearOptions(3, 2).bias(false));
+  const auto optimizer = optim::make_optimizer(config, nn::unique_parameters(*wide));
+  load(saved, *wide, *optimizer, options);
+  EXPECT_TRUE(at::equal(wide->weight, expected)) << wide->weight;
+  load(saved, *alone, options);
+  EXPECT_TRUE(at::equal(alone->weight, expected)) << "a model alone takes the same";
 }
 
 }  // namespace

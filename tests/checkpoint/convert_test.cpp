@@ -199,7 +199,12 @@ TEST(Convert, SaysAtWhichIdsTextsBeginAndEnd) {
       export_hugging_face(checkpoint, model, out, options);
       return std::pair(read_json(out / "config.json"), fs::exists(out / "generation_config.json") ? read_text_file(out / "generation_config.json", 100) : "");
     };
-    const ExportOptions known{.text_ids = [] { return TextIds{.bos = 5, .eos = 6}; }};
+    bool readable = false;
+    TextIds ids{.bos = 5, .ends = {6}};
+    const ExportOptions known{.text_ids = [&](bool folder) {
+      EXPECT_EQ(folder, readable);
+      return ids;
+    }};
     EXPECT_EQ(written({}).first.at("eos_token_id"), nullptr);
     EXPECT_EQ(written(known).first.at("bos_token_id"), 5);
     EXPECT_EQ(written(known).first.at("eos_token_id"), 6);
@@ -209,16 +214,39 @@ TEST(Convert, SaysAtWhichIdsTextsBeginAndEnd) {
     EXPECT_EQ(written(known).first.at("eos_token_id"), 6) << "the folder is gone";
     fs::create_directory(origin);
     write_all(origin / "config.json", R"({"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0})");
+    readable = true;
     EXPECT_EQ(written(known).second, "");
-    write_all(origin / "generation_config.json", R"({"eos_token_id": 2})");
+    write_all(origin / "generation_config.json", R"({"top_k": 7, "eos_token_id": 2})");
+    ids.ends = {2, 3};
     const auto [config, generation] = written(known);
     EXPECT_EQ(config.at("bos_token_id"), 1);
     EXPECT_EQ(config.at("eos_token_id"), nlohmann::json({2, 3}));
     EXPECT_EQ(config.at("pad_token_id"), 0);
-    EXPECT_EQ(generation, R"({"eos_token_id": 2})");
+    EXPECT_EQ(nlohmann::json::parse(generation), nlohmann::json({{"top_k", 7}, {"eos_token_id", {2, 3}}})) << "as that comes before config.json there";
+    ids.ends = {2};
+    EXPECT_EQ(written(known).first.at("eos_token_id"), 2);
+    EXPECT_EQ(written(known).second, R"({"top_k": 7, "eos_token_id": 2})") << "as it was";
+    ids.ends = {};
+    EXPECT_EQ(written(known).first.at("eos_token_id"), nlohmann::json({2, 3})) << "nobody knows more than the folder";
+    EXPECT_EQ(written({}).first.at("eos_token_id"), nlohmann::json({2, 3}));
+    EXPECT_EQ(written(known).second, R"({"top_k": 7, "eos_token_id": 2})");
+
+    ids = {.bos = 5, .ends = {6, 9}, .folders = false};  // by another tokenizer
+    const auto [others, none] = written(known);
+    EXPECT_EQ(others.at("bos_token_id"), 5);
+    EXPECT_EQ(others.at("eos_token_id"), nlohmann::json({6, 9}));
+    EXPECT_FALSE(others.contains("pad_token_id"));
+    EXPECT_EQ(none, "");
+
+    ids = {.bos = 5, .ends = {}};
     write_all(origin / "config.json", R"({"eos_token_id": null})");
     EXPECT_EQ(written(known).first.at("eos_token_id"), nullptr) << "as it was";
     EXPECT_FALSE(written(known).first.contains("bos_token_id")) << "their class has one of its own";
+    ids.ends = {6};
+    EXPECT_EQ(written(known).first.at("eos_token_id"), 6);
+    write_all(origin / "config.json", R"({"eos_token_id": "two"})");
+    readable = false;
+    EXPECT_EQ(written(known).first.at("bos_token_id"), 5) << "as where the folder is gone";
   }
 }
 

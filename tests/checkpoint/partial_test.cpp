@@ -183,5 +183,47 @@ TEST(FrozenState, ComesAndGoesWithCheckpoints) {
   }
 }
 
+/// SGD's momentum and Muon's have one name, and are no state of each other.
+TEST(PartialLoad, StateOfAnotherKindIsNeverTaken) {
+  const TemporaryFolder folder;
+  const auto make = [](const torch::nn::Module& model, const std::string& settings) {
+    OptimConfig config;
+    config.groups = {"body.weight: name = " + settings};
+    return optim::make_optimizer(config, nn::unique_parameters(model));
+  };
+  const std::vector<std::string> kinds{"sgd, momentum = 0.9", "muon"};
+  for (const std::string& kind : kinds) {
+    const std::string& other = kind == kinds[0] ? kinds[1] : kinds[0];
+    Staged saved(/*frozen=*/false);
+    saved.optimizer = make(saved.model, kind);
+    saved.step();
+    const auto checkpoint = save(folder / kind, 1, saved.model, *saved.optimizer, comm::Group::self());
+
+    Staged resumed(/*frozen=*/false);
+    resumed.optimizer = make(resumed.model, other);
+    const at::Tensor before = resumed.model.parameters()[0].detach().clone();
+    EXPECT_THAT([&] { load(checkpoint, resumed.model, *resumed.optimizer); },
+                ThrowsMessage<ConfigError>(
+                    AllOf(HasSubstr("optim.groups: 'body.weight' is updated by " + other.substr(0, other.find(','))), HasSubstr("checkpoint.partial"))));
+    EXPECT_TRUE(at::equal(resumed.model.parameters()[0], before)) << "refused before anything is touched";
+    load(checkpoint, resumed.model, *resumed.optimizer, {.partial = {"body.*"}});
+    EXPECT_TRUE(at::equal(resumed.model.named_parameters()["body.weight"], saved.model.named_parameters()["body.weight"])) << "the weights are";
+    EXPECT_EQ(resumed.optimizer->update_counts().at("body.weight"), 0);
+    EXPECT_EQ(resumed.optimizer->update_counts().at("head.weight"), 1);
+    for (const auto& held : resumed.optimizer->state()) {
+      if (held.parameter == "body.weight") EXPECT_FALSE(held.tensor.any().item<bool>()) << held.state;
+      if (held.parameter == "head.weight") EXPECT_TRUE(held.tensor.any().item<bool>()) << held.state;
+    }
+
+    Manifest older = read_manifest(checkpoint);
+    older.optimizer.erase("kinds");
+    Staged again(/*frozen=*/false);
+    again.optimizer = make(again.model, kind);
+    const auto loaded = load(checkpoint, older, training_tensors(again.model, *again.optimizer, older));
+    restore_optimizer(older.optimizer, *again.optimizer, loaded);
+    EXPECT_EQ(again.optimizer->update_counts().at("body.weight"), 1) << "one that says nothing of kinds";
+  }
+}
+
 }  // namespace
 }  // namespace tessera::checkpoint

@@ -86,6 +86,23 @@ TEST(SystemReason, NamesTheLimitBehindAnError) {
   EXPECT_EQ(reason_of_writing(EMFILE), "Too many open files (ulimit -n)");
 }
 
+/// No room is nothing that was asked for wrongly: the command ends with 1, and a launcher starts the rank again.
+TEST(SystemReason, OnlyAFullDiskIsNoErrorOfTheConfiguration) {
+  const auto said = [](int code) -> std::string {
+    try {
+      fail_to_write("a.bin: cannot be written", code, "choose another output");
+    } catch (const ConfigError& error) {
+      return std::string("asked wrongly: ") + error.what();
+    } catch (const Error& error) {
+      return error.what();
+    }
+  };
+  for (const int code : {ENOSPC, EDQUOT, EFBIG}) {
+    EXPECT_EQ(said(code), "a.bin: cannot be written: " + reason_of_writing(code) + "; make room there, or choose another output");
+  }
+  EXPECT_EQ(said(EACCES), "asked wrongly: a.bin: cannot be written: Permission denied; choose another output");
+}
+
 TEST(Hash, DoesNotDependOnTheSplit) {
   std::string text(100000, 'x');
   for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 31);
@@ -150,12 +167,15 @@ TEST(SvgTest, EscapesTextAndSaves) {
     try {
       picture.save(file);
     } catch (const ConfigError& error) {
+      return std::string("asked wrongly: ") + error.what();
+    } catch (const Error& error) {
       return error.what();
     }
     return "(written)";
   };
   const auto below = (path / "below" / "a.svg").string();
-  EXPECT_EQ(refusal(below), "picture " + below + ": cannot be written: No such file or directory; name a file in a folder that exists and can be written");
+  EXPECT_EQ(refusal(below),
+            "asked wrongly: picture " + below + ": cannot be written: No such file or directory; name a file in a folder that exists and can be written");
   EXPECT_EQ(refusal("/dev/full"), "picture /dev/full: cannot be written: No space left on device; make room there, or name a file on another disk");
   EXPECT_TRUE(std::filesystem::exists("/dev/full"));
   const std::string cut = [&] {

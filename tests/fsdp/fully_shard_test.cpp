@@ -380,6 +380,86 @@ TEST(FullyShard, SeveralUsesOfALayerAreAddedUpAsTheyAreKept) {
   }
 }
 
+/// A plain module that uses one weight several times, and whose backward has no operator that is given it. What a gather in 16 bits gives, it can cast to.
+struct Reused : torch::nn::Module {
+  explicit Reused(bool casts) : casts(casts) {}
+  virtual at::Tensor forward(const Batch& batch) = 0;
+  at::Tensor used(const at::Tensor& parameter) const { return casts ? parameter.to(at::kBFloat16) : parameter; }
+  bool casts;
+};
+
+/// Scores by products of rows of one table, of the word, one beside it and one that is not.
+struct SkipGram : Reused {
+  explicit SkipGram(bool casts) : Reused(casts) {
+    table = register_module("table", torch::nn::Embedding(4, 7));
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const Batch& batch) override {
+    const at::Tensor ids = batch.x.narrow(1, 0, 3).mul(100).to(at::kLong).remainder(4);
+    const auto row = [&](int64_t which) { return at::embedding(used(table->weight), ids.select(1, which)); };
+    const at::Tensor word = row(0);
+    return at::stack({(word * row(1)).to(at::kFloat).sum(1), (word * row(2)).to(at::kFloat).sum(1), word.to(at::kFloat).sum(1)}, 1);
+  }
+  torch::nn::Embedding table{nullptr};
+};
+
+/// One layer at 20 places of a sequence that needs no gradient.
+struct Siamese : Reused {
+  explicit Siamese(bool casts) : Reused(casts) {
+    layer = register_module("layer", torch::nn::Linear(5, 3));
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const Batch& batch) override {
+    at::Tensor h = at::zeros_like(batch.y);
+    for (int place = 0; place < 20; ++place) {
+      const at::Tensor x = (batch.x * (1 + 0.1 * place)).to(at::kBFloat16);
+      h = h + at::tanh(at::linear(x, used(layer->weight), used(layer->bias))).to(at::kFloat);
+    }
+    return h;
+  }
+  torch::nn::Linear layer{nullptr};
+};
+
+template <class Model>
+void expect_wide_sums() {
+  for (const int ranks : {1, 2}) {
+    Model whole(/*casts=*/true);
+    for (int rank = 0; rank < ranks; ++rank) {
+      const Batch part = part_of(whole_batch(samples), ranks, rank);
+      loss_of(whole.forward(part), part.y, samples).backward();
+    }
+    Gradients expected = named_gradients(whole);
+    run_ranks(ranks, [&](World& world) {
+      Model net(/*casts=*/false);
+      const auto sharded = fully_shard(net, world.group(), {.param_dtype = at::kBFloat16, .cast = [](const nn::NamedParameter&) { return true; }});
+      const Batch part = part_of(whole_batch(samples), ranks, world.rank());
+      Net other;
+      const auto pass = [&] {
+        const at::Tensor output = net.forward(part), loss = loss_of(output, part.y, samples);
+        backward(other, part);                                                                    // of another graph
+        (void)torch::autograd::grad({loss}, {output}, /*grad_outputs=*/{}, /*keep_graph=*/true);  // of ours, and for nothing of ours
+        loss.backward();
+      };
+      pass();
+      EXPECT_LT(slice_difference(net, expected), parity) << ranks << " ranks";
+      {
+        const Attachment held = sharded->no_sync();
+        pass();
+      }
+      pass();
+      for (const auto& parameter : nn::unique_parameters(net)) parameter.tensor.mutable_grad().div_(3);
+      EXPECT_LT(slice_difference(net, expected), parity) << ranks << " ranks, three passes";
+      for (const auto& parameter : nn::unique_parameters(net)) EXPECT_EQ(parameter.tensor.grad_dtype(), std::nullopt) << parameter.name;
+    });
+  }
+}
+
+/// Nothing but the leaf itself would tell of such a pass, when autograd has added up what it got.
+TEST(FullyShard, SeveralUsesThatNoOperatorOfBackwardShows) {
+  expect_wide_sums<SkipGram>();
+  expect_wide_sums<Siamese>();
+}
+
 /// What was widened for a pass leaves nothing on the weights, which behind unshard() are of a type of their own again.
 TEST(FullyShard, SeveralUsesLeaveNothingBehindUnshard) {
   run_ranks(2, [&](World& world) {

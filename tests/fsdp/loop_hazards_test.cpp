@@ -1032,5 +1032,62 @@ TEST(FullyShardLoop, WhatFollowsAnotherParameterHasItsRowsOrIsRefused) {
   }
 }
 
+/// Each wrapped by itself, but the one as a part of more: the rows of like parameters differ.
+TEST(FullyShardLoop, WhatFollowsAModuleThatIsCutOtherwiseIsToldHowToCutIt) {
+  run_ranks(2, [&](World& world) {
+    struct Both : torch::nn::Module {
+      Both() {
+        register_module("before", before);
+        register_module("online", online);
+      }
+      torch::nn::Linear before{5, 7}, online{5, 4};
+    } both;
+    torch::nn::Linear target(5, 4);
+    fill_parameters(both);
+    fill_parameters(*target);
+    const auto sharded = fully_shard(both, world.group()), followed = fully_shard(target, world.group());
+    ASSERT_NE(both.online->weight.sizes(), target->weight.sizes());
+    const at::NoGradGuard no_grad;
+    EXPECT_THAT(
+        refusal([&] { target->weight.mul_(0.5).add_(both.online->weight, 0.5); }),
+        AllOf(HasSubstr("aten::add_ writes 'weight' of shape [4, 5]"), HasSubstr("(a moving average), wrap each of the two by a fully_shard of its own")));
+  });
+}
+
+/// State that is made with the optimizer, or by a step, of what was whole then.
+TEST(FullyShardLoop, AnOptimizerFromBeforeTheWrapperIsRefusedByItsState) {
+  using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
+  using Parameters = std::vector<at::Tensor>;
+  const std::vector<std::function<Optimizer(Parameters)>> makes{
+      [](Parameters p) { return std::make_unique<torch::optim::Adam>(p, torch::optim::AdamOptions(0.01).weight_decay(0.1)); },
+      [](Parameters p) { return std::make_unique<torch::optim::AdamW>(p, torch::optim::AdamWOptions(0.01)); },
+      [](Parameters p) { return std::make_unique<torch::optim::SGD>(p, torch::optim::SGDOptions(0.01).momentum(0.9)); },
+      [](Parameters p) { return std::make_unique<torch::optim::RMSprop>(p, torch::optim::RMSpropOptions(0.01)); },
+      [](Parameters p) { return std::make_unique<torch::optim::Adagrad>(p, torch::optim::AdagradOptions(0.01)); }};
+  for (const auto& make : makes) {
+    for (const auto trigger : kBoth) {
+      for (const int ranks : {2, 7}) {  // of seven each has one row, which fits any state
+        run_ranks(ranks, [&](World& world) {
+          nn::Linear net(nn::LinearOptions(5, 7).bias(false));
+          fill_parameters(*net);
+          const auto early = make(net->parameters());
+          const auto pass = [&] {
+            early->zero_grad();
+            net(whole_batch(samples).x).square().sum().backward();
+          };
+          pass();
+          early->step();
+          const auto sharded = fully_shard(net, world.group(), {.trigger = trigger});
+          pass();
+          EXPECT_THAT(refusal([&] { early->step(); }), AllOf(HasSubstr("slice"), HasSubstr("'weight'"),
+                                                             HasSubstr("was made, or has stepped, before fully_shard"), HasSubstr("checkpoint::load")));
+          const auto late = make(net->parameters());
+          late->step();
+        });
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera

@@ -69,11 +69,12 @@ TEST_P(PlainLoop, WhatWaitsForBackwardIsNeverStale) {
       [](DeepNet& net, auto&) { net(whole_batch(samples).x); },
   };
   for (const Between& between : betweens) {
-    const auto trained = [&](bool reshard) {
+    const auto trained = [&](bool reshard, bool find_unused = false) {
       std::vector<std::vector<at::Tensor>> values(static_cast<size_t>(GetParam()));
       run_ranks(GetParam(), [&](World& world) {
         DeepNet net;
-        auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .reshard_after_forward = reshard, .trigger = ShardTrigger::Calls});
+        auto sharded = fully_shard(net, world.group(),
+                                   {.wrap = "block*", .reshard_after_forward = reshard, .find_unused_parameters = find_unused, .trigger = ShardTrigger::Calls});
         auto optimizer = momentum(*net);
         for (int step = 0; step < 3; ++step) {
           const Batch mine = part_of(whole_batch(samples, step), world.size(), world.rank());
@@ -87,8 +88,10 @@ TEST_P(PlainLoop, WhatWaitsForBackwardIsNeverStale) {
       });
       return values;
     };
-    const auto gathered_again = trained(true), waited = trained(false);
-    for (size_t rank = 0; rank < waited.size(); ++rank) EXPECT_TRUE(same_bits(waited[rank], gathered_again[rank])) << &between - betweens.data();
+    const auto gathered_again = trained(true);
+    for (const auto& waited : {trained(false), trained(true, /*find_unused=*/true)}) {
+      for (size_t rank = 0; rank < waited.size(); ++rank) EXPECT_TRUE(same_bits(waited[rank], gathered_again[rank])) << &between - betweens.data();
+    }
   }
 }
 

@@ -593,6 +593,45 @@ struct BranchesImpl : nn::Module {
 };
 TESSERA_MODULE(Branches);
 
+/// The same under a root whose calls nobody sees.
+struct PlainBranches : torch::nn::Module {
+  PlainBranches() { register_module("inner", inner); }
+  Branches inner;
+};
+
+/// Each layer's call comes from outside then: nothing of one rank's number of them may show on another.
+TEST(FullyShard, RanksCallLayersFromOutsideOtherNumbersOfTimes) {
+  const at::Tensor x = whole_batch(samples).x;
+  const auto loss_on = [&](BranchesImpl& net, int rank) {
+    at::Tensor h = net.first(x);
+    for (int time = 0; time <= rank; ++time) h = at::tanh(net.branches[static_cast<size_t>(rank)](h));
+    return net.last(h).square().sum();
+  };
+  for (const int ranks : {2, 3}) {
+    PlainBranches whole;
+    for (int rank = 0; rank < ranks; ++rank) loss_on(*whole.inner, rank).backward();
+    run_ranks(ranks, [&](World& world) {
+      const auto train = [&](torch::nn::Module& root, BranchesImpl& net, const Gradients& expected, const std::string& wrap) {
+        const auto sharded = fully_shard(root, world.group(), {.wrap = wrap, .find_unused_parameters = true, .trigger = ShardTrigger::Calls});
+        for (int step = 0; step < 3; ++step) {
+          net.zero_grad();
+          const at::Tensor loss = loss_on(net, world.rank());
+          if (world.rank() == 0) EXPECT_TRUE(net.first->weight.detach().clone().defined());  // for a line of its log
+          loss.backward();
+          EXPECT_LT(slice_difference(root, expected), parity) << ranks << " step " << step;
+          EXPECT_EQ(sharded->statistics().num_collectives, std::ssize(sharded->units())) << "reductions alone: what forward has gathered waits for backward";
+        }
+      };
+      for (const bool each : {false, true}) {
+        PlainBranches plain;
+        train(plain, *plain.inner, named_gradients(whole), each ? "inner.*" : "");
+        Branches ours;
+        train(*ours, *ours, named_gradients(*whole.inner), each ? "*" : "");
+      }
+    });
+  }
+}
+
 std::vector<int> taken_by(int rank) { return rank == 0 ? std::vector<int>{0} : rank == 1 ? std::vector<int>{2, 1} : std::vector<int>{1}; }
 
 TEST(FullyShard, RanksTakeDifferentBranchesOfEqualSize) {

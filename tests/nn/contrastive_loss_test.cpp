@@ -48,6 +48,13 @@ TEST(ContrastiveLoss, EqualsTheWholeBatchOnOneDevice) {
   }
 }
 
+TEST(ContrastiveLoss, DoublesAreComputedInTheirType) {
+  const at::Tensor a = features({6, 5}, "a").to(at::kDouble) / 3, b = features({6, 5}, "b").to(at::kDouble) / 3, scale = at::full({}, 4.0, a.options());
+  const at::Tensor loss = contrastive_loss_sum(comm::Group::self(), a, b, scale);
+  EXPECT_EQ(loss.scalar_type(), at::kDouble);
+  EXPECT_NEAR(loss.item<double>() / 6, whole_loss(a, b, scale).item<double>(), 1e-13);
+}
+
 TEST(ContrastiveLoss, SmallerBatchesAreAnotherLoss) {
   const at::Tensor a = features({6, 5}, "a"), b = features({6, 5}, "b"), scale = at::full({}, 4.0);
   const auto group = comm::Group::self();

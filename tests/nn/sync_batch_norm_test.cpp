@@ -108,6 +108,28 @@ TEST(SyncBatchNorm, IsBuiltOnMetaAndKeepsItsInputsDtype) {
   EXPECT_EQ(half(values({4, kChannels}, "x").to(at::kBFloat16)).scalar_type(), at::kBFloat16);
 }
 
+TEST(SyncBatchNorm, DoublesAreComputedInTheirType) {
+  torch::nn::BatchNorm1d want(kChannels);
+  SyncBatchNorm norm(kChannels);
+  for (torch::nn::Module* module : std::initializer_list<torch::nn::Module*>{want.ptr().get(), norm.ptr().get()}) module->to(at::kDouble);
+  for (const bool trains : {true, false}) {
+    want->train(trains);
+    norm->train(trains);
+    const auto of = [](auto& layer) {
+      const at::Tensor x = (values({7, kChannels}, "x", 5).to(at::kDouble) / 3).requires_grad_();
+      const at::Tensor y = layer(x);
+      (y * values({7, kChannels}, "dy")).sum().backward();
+      return std::pair(y.detach(), x.grad());
+    };
+    const auto [y, dx] = of(norm);
+    const auto [want_y, want_dx] = of(want);
+    EXPECT_EQ(y.scalar_type(), at::kDouble);
+    EXPECT_LE(difference(y, want_y), 1e-13);
+    EXPECT_LE(difference(dx, want_dx), 1e-12);
+    EXPECT_LE(difference(norm->running_var, want->running_var), 1e-13);
+  }
+}
+
 TEST(SyncBatchNorm, RefusesOtherChannels) {
   SyncBatchNorm norm(kChannels);
   EXPECT_THAT([&] { norm(at::zeros({2, kChannels + 1})); }, ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("must be [samples, 3, ...]")));

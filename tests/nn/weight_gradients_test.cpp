@@ -1,5 +1,7 @@
 #include "tessera/nn/weight_gradients.h"
 
+#include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -162,6 +164,33 @@ TEST(WeightGradients, WhatIsGivenUpIsPromisedNoMore) {
   }
   linear(at::ones({2, 4})).sum().backward();
   EXPECT_EQ(final, 1);
+}
+
+/// A step that ends because one cannot be computed, or delivered, leaves nobody waiting in those that follow.
+TEST(WeightGradients, WhatIsBehindOneThatFailsIsPromisedNoMore) {
+  const std::vector<std::function<at::Tensor()>> failures{[]() -> at::Tensor { throw std::runtime_error("out of memory"); }, [] { return at::ones({7}); }};
+  for (const auto& fails : failures) {
+    const auto phase = std::make_shared<StepPhase>();
+    std::vector<at::Tensor> parameters;
+    std::vector<int> final(3, 0);
+    std::vector<Attachment> listening;
+    WeightGradients later;
+    for (size_t i = 0; i < 3; ++i) {
+      parameters.push_back(at::zeros({4}).requires_grad_());
+      GradientDispatcher& dispatcher = GradientDispatcher::of(parameters[i]);
+      dispatcher.follow(phase);
+      listening.push_back(dispatcher.listen_final([&final, i](const at::Tensor&) { ++final[i]; }));
+      later.leave(parameters[i], i == 1 ? fails : [] { return at::ones({4}); });
+    }
+    EXPECT_ANY_THROW(later.compute());
+    EXPECT_EQ(final, (std::vector<int>{1, 0, 0}));
+    EXPECT_TRUE(later.empty());
+    later.compute();  // nothing of the step that failed
+    EXPECT_FALSE(parameters[2].grad().defined());
+    ++phase->step;
+    (parameters[0] + parameters[1] + parameters[2]).sum().backward();
+    EXPECT_EQ(final, (std::vector<int>{2, 1, 1}));
+  }
 }
 
 TEST(WeightGradients, FrozenWeightsAndInputsWithoutAGradientAreAsAlways) {

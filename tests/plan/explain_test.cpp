@@ -40,6 +40,10 @@ TEST_F(ExplainTest, StatesAreBytesOfEachParameter) {
   const std::string text = plan::to_string(explained);
   EXPECT_THAT(text, AllOf(HasSubstr("7e9 x 4 B / 1024^3"), HasSubstr("26.08 GiB"), HasSubstr("52.15 GiB"), HasSubstr("104.31 GiB"), HasSubstr("112 GB")));
   EXPECT_EQ(plan::to_json(explained)["states"][0]["bytes"], 7e9 * 16);
+  EXPECT_THAT(text, Not(HasSubstr("left out")));
+  auto of_a_layout = explained;
+  of_a_layout.left_out = {"mesh.tp", "zero.stage"};
+  EXPECT_THAT(plan::to_string(of_a_layout), HasSubstr("so these settings are left out: mesh.tp, zero.stage.\n"));
 }
 
 TEST_F(ExplainTest, WhatLoraFreezesIsAWeightAlone) {

@@ -453,7 +453,7 @@ TEST(Recompute, RefusesWhatDoesNotFit) {
   EXPECT_THAT(of({.every = 0}), HasSubstr("recompute.every = 0"));
   EXPECT_THAT(of({.budget_bytes = -1}), HasSubstr("recompute.budget_bytes = -1"));
   EXPECT_THAT(of({.budget_bytes = 10}), HasSubstr("needs an example"));
-  EXPECT_THAT(of({.keep = {"mm"}}), HasSubstr("recompute.mode = selective"));
+  EXPECT_THAT(of({.keep = {"mm"}}), HasSubstr("set recompute.mode = selective (RecomputeOptions{.mode = RecomputeMode::Selective})"));
   EXPECT_THAT(of({.mode = RecomputeMode::Selective}), HasSubstr("no attention core"));
   EXPECT_THAT(of({.mode = RecomputeMode::Selective, .keep = {"geluu"}}), AllOf(HasSubstr("'aten::geluu'"), HasSubstr("did you mean 'aten::gelu'")));
   EXPECT_THAT(of({.mode = RecomputeMode::Selective, .keep = {"linear"}}), HasSubstr("is made of other operators"));

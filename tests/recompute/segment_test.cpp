@@ -126,7 +126,8 @@ TEST(RecomputeSegments, RefuseWhatTheyDoNotGoWith) {
   Net net(2);
   EXPECT_THAT(refusal([&] { (void)recompute(net, {.segment = -1}); }), HasSubstr("recompute.segment = -1"));
   EXPECT_THAT(refusal([&] { (void)recompute(net, {.every = 2, .segment = 2}); }), HasSubstr("recompute.segment = 2"));
-  EXPECT_THAT(refusal([&] { (void)recompute(net, {.segment = 2, .mode = RecomputeMode::Selective}); }), HasSubstr("mode full"));
+  EXPECT_THAT(refusal([&] { (void)recompute(net, {.segment = 2, .mode = RecomputeMode::Selective}); }),
+              HasSubstr("set recompute.mode = full (RecomputeMode::Full)"));
 }
 
 }  // namespace

@@ -166,7 +166,7 @@ class Checkpoint(SystemTest):
 
     @unittest.skipUnless(os.geteuid() == 0, "only root can mount")
     def test_a_disk_that_is_full_from_the_start_loses_records_alone(self):
-        for tag, flags, code in (("told", (), 0), ("strict", ("--strict-log",), 2)):
+        for tag, flags, code in (("told", (), 0), ("strict", ("--strict-log",), 1)):
             log = self.folder / tag
             log.mkdir()
             if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", log], capture_output=True).returncode:
@@ -179,6 +179,42 @@ class Checkpoint(SystemTest):
                 self.assertEqual([file.name for file in log.glob("*.new")], [])
             finally:
                 subprocess.run(["umount", "-l", log], check=True)
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root can mount")
+    def test_a_run_goes_on_over_a_log_disk_that_is_full(self):
+        log = self.folder / "goes_on"
+        log.mkdir()
+        # Few files, so that in the end there is no room for another one either, such as TensorBoard's.
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k,nr_inodes=20", "tmpfs", log], capture_output=True).returncode:
+            self.skipTest("no tmpfs here")
+        try:
+            (log / "filler").touch()
+
+            def fill():
+                with open(log / "filler", "ab") as filler:
+                    filler.write(bytes(os.statvfs(log).f_bavail * os.statvfs(log).f_frsize))
+                for n in range(os.statvfs(log).f_favail):
+                    (log / f"none-{len(list(log.iterdir()))}-{n}").touch()
+
+            first = self.sets("log.record=false", "checkpoint.resume=latest", "run.steps=4")
+            self.train("goes_on", sets=first)
+            fill()
+            config, kept = (log / "config.toml").read_text(), (log / "metrics.jsonl").read_bytes()
+            done, _ = self.train("goes_on", sets=first)
+            self.assertNotIn("config.toml", done.stderr, "as a restart, it has nothing else to write")
+            fill()
+            on = self.sets("log.record=false", "checkpoint.resume=latest", "optim.lr=5e-4")
+            done, _ = self.train("goes_on", sets=[*on, "run.steps=8"])
+            self.assertIn("config.toml cannot be written: No space left on device; the run goes on without it, and the config.toml that is there tells another", done.stderr)
+            self.assertIn("records are lost until there is room", done.stderr, "TensorBoard's file")
+            self.assertIn("finished at step 8", done.stderr)
+            self.assertEqual((log / "config.toml").read_text(), config)
+            self.assertEqual((log / "metrics.jsonl").read_bytes()[:len(kept)], kept)
+            self.assertEqual(sorted(path.name for path in log.glob("*.partial")), [])
+            done, _ = self.train("goes_on", "--strict-log", sets=[*on, "run.steps=12"], expect=1)
+            self.assertIn("config.toml cannot be written: No space left on device; make room there, or leave out --strict-log", done.stderr.strip().splitlines()[-1])
+        finally:
+            subprocess.run(["umount", "-l", log], check=True)
 
     @unittest.skipUnless(os.geteuid() == 0, "only root can mount")
     def test_a_disk_that_is_full_or_read_only(self):

@@ -79,7 +79,8 @@ class Plan(SystemTest):
         away = (x for s in ("offload.params=host", "offload.gradients=host", "offload.optimizer=host") for x in ("--set", s))
         fixed = run("plan", SOURCE / "recipes" / "llama_tp2_fsdp2.toml", "--world", 4, "--explain", *away)
         self.assertEqual(fixed.returncode, 0, fixed.stderr)
-        self.assertIn("--explain: is of one device that has all of it, and `--set offload.params=host` is left out", fixed.stderr)
+        self.assertIn("\nOf one device that has all of it, so these settings are left out: mesh.dp_shard, mesh.tp, offload.gradients, offload.optimizer, offload.params, ", fixed.stdout)
+        self.assertEqual(self.plan("7b", "--explain", "--world", 2, sets=["mesh.tp=2"])["left_out"], ["mesh.tp"])
         verdict = self.plan("30b", "--explain", sets=["run.memory_limit_bytes=80000000000"])["verdict"]
         self.assertEqual(verdict["states"], 480_000_000_000)
         self.assertFalse(verdict["fits"])

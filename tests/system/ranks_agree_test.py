@@ -75,6 +75,21 @@ class RanksAgree(SystemTest):
         generate = ["generate", "--checkpoint", self.folder / "ckpt", "--max-tokens", 2, "--set", "mesh.tp=2", "--prompt"]
         self.refused('--prompt = "a" on rank 0, "b" on rank 1', [*generate, "a"], [*generate, "b"])
 
+    def test_hosts_whose_folders_end_texts_elsewhere_generate_alike(self):
+        self.train("saved", sets=[f"checkpoint.dir={self.folder / 'ckpt'}", "run.steps=4"])
+        here, there = self.folder / "here", self.folder / "there"
+        self.assertEqual(run("convert", self.folder / "ckpt", here, "--to", "hf").returncode, 0)
+        shutil.copytree(here, there)
+        generate = ["generate", "--tokenizer", "byte", "--max-tokens", 20, "--temperature", 0, "--prompt", "a",
+                    "--set", "mesh.tp=2", "--set", "comm.timeout_s=30"]
+        whole = self.start([*generate, "--from-hf", here], [*generate, "--from-hf", there])
+        text = whole[0].stdout
+        self.assertEqual(whole[1].returncode, 0, whole[1].stderr)
+        (here / "generation_config.json").write_text(json.dumps({"eos_token_id": ord(text[9])}))
+        ended = self.start([*generate, "--from-hf", here], [*generate, "--from-hf", there])
+        self.assertEqual([each.returncode for each in ended], [0, 0], ended[0].stderr + ended[1].stderr)
+        self.assertEqual(ended[0].stdout, "a" + text[1:].split(text[9])[0] + "\n")
+
     @unittest.skipUnless(shutil.which("mpirun"), "no mpirun")
     def test_two_programs_of_one_mpirun(self):
         each = ["-n", "1", TESSERA, *map(str, self.command(self.recipe))]

@@ -88,6 +88,38 @@ class Reading(SystemTest):
         self.assertEqual(run("convert", ckpt, self.folder / "again", "--to", "hf").returncode, 0)
         self.assertEqual((self.folder / "again" / "generation_config.json").read_text(), '{"eos_token_id": 2}')
 
+        def converted(source, name):
+            done, files = run("convert", source, self.folder / name, "--to", "hf"), self.folder / name
+            self.assertEqual(done.returncode, 0, done.stderr)
+            generation = files / "generation_config.json"
+            return json.loads((files / "config.json").read_text()), generation.exists() and json.loads(generation.read_text()), done.stderr
+
+        (hf / "generation_config.json").write_text('{"eos_token_id": 299, "top_k": 7}')
+        config, generation, _ = converted(ckpt, "both")
+        self.assertEqual([config["bos_token_id"], config["eos_token_id"], generation], [1, [2, 299], {"eos_token_id": [2, 299], "top_k": 7}])
+        other, foreign = self.folder / "other.model", self.folder / "foreign"
+        self.assertEqual(run("tokenize", "--train", "--vocab-size", 290, self.folder / "text.txt", "-o", other).returncode, 0)
+        self.train("foreign-log", recipe=recipe, sets=[f"checkpoint.dir={foreign}", f"data.tokenizer={other}", "run.steps=4"])
+        config, generation, _ = converted(foreign, "foreign-hf")
+        self.assertEqual([config["bos_token_id"], config["eos_token_id"], generation], [1, 2, False], "by another tokenizer, 299 stands for other text")
+        (hf / "tokenizer.model").rename(self.folder / "away.model")
+        for number, (vocabulary, ends) in enumerate((({"<s>": 1, "th": 2}, 2), ({"<s>": 1, "</s>": 2}, [2, 299]))):
+            (hf / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+            config, generation, _ = converted(foreign, f"json-{number}-hf")
+            self.assertEqual([config["eos_token_id"], generation and generation["eos_token_id"]], [ends, ends != 2 and ends], vocabulary)
+        (hf / "tokenizer.json").unlink()
+        (self.folder / "away.model").rename(hf / "tokenizer.model")
+        other.unlink()
+        config, generation, said = converted(foreign, "unknown-hf")
+        self.assertEqual([config["bos_token_id"], config["eos_token_id"], generation], [None, None, False])
+        self.assertIn("config.json is written without the ids", said)
+        (hf / "tokenizer.model").rename(self.folder / "away.model")  # where the folder brings none, its ids are taken
+        config, generation, said = converted(ckpt, "kept-hf")
+        self.assertEqual([config["eos_token_id"], generation["eos_token_id"], said.count("without the ids")], [2, 299, 0])
+        (hf / "tokenizer.json").write_text('{"model": {"vocab": {"<s>": 1}}}')  # which nobody can hold against a tokenizer that is gone
+        config, generation, said = converted(ckpt, "gone-hf")
+        self.assertEqual([config["eos_token_id"], generation, said.count("without the ids")], [None, False, 1])
+
     def test_a_loss_that_is_no_number_is_none(self):
         exported = self.folder / "hf"
         self.assertEqual(run("convert", self.saved(), exported, "--to", "hf").returncode, 0)

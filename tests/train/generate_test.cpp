@@ -33,19 +33,25 @@ TEST_P(Generation, GreedyTextIsWhatFullForwardsChoose) {
   EXPECT_TRUE(model->is_training());
 }
 
-TEST_P(Generation, AFullContextIsReadAgainFromItsNewerHalf) {
+/// Of its newer half, and of more where the tokens that are still wanted leave room for it: for one, of all that the model can see.
+TEST_P(Generation, AFullContextIsReadAgainFromItsEnd) {
   constexpr size_t kContext = 16;
-  for (const size_t length : {3u, 16u, 40u}) {
+  for (const auto& [length, wanted] :
+       std::vector<std::pair<size_t, size_t>>{{3, 40}, {15, 3}, {16, 1}, {16, 2}, {16, 40}, {17, 1}, {40, 5}, {40, 9}, {40, 40}}) {
     std::vector<int64_t> seen;
     for (size_t i = 0; i < length; ++i) seen.push_back(static_cast<int64_t>(i * i % 37));
-    const auto newer_half = [&] { return std::vector<int64_t>(seen.end() - kContext / 2, seen.end()); };
-    const auto made = generate(engine, seen, 40, {.temperature = 0});
-    std::vector<int64_t> context = length < kContext ? seen : newer_half();
+    const auto made = generate(engine, seen, static_cast<int64_t>(wanted), {.temperature = 0});
+    ASSERT_EQ(made.size(), wanted);
+    const auto end_of_text = [&](size_t still_wanted) {
+      const size_t room = kContext + 1 - std::min(still_wanted, kContext);  // all but the last are read, too
+      return std::vector<int64_t>(seen.end() - static_cast<int64_t>(std::max(kContext / 2, room)), seen.end());
+    };
+    std::vector<int64_t> context = length < kContext ? seen : end_of_text(wanted);
     for (size_t i = 0; i < made.size(); ++i) {
       ASSERT_EQ(made[i], model->logits(at::tensor(context, at::kLong).unsqueeze(0))[0][-1].argmax().item<int64_t>()) << "token " << i << " after " << length;
       seen.push_back(made[i]);
       context.push_back(made[i]);
-      if (context.size() > kContext) context = newer_half();
+      if (context.size() > kContext) context = end_of_text(wanted - i - 1);
     }
   }
 }

@@ -321,10 +321,12 @@ TEST_F(Reading, WeightsAreWidenedFromTheirMasters) {
   const FoundModel wide = found({"precision.params=fp32"}), as_stored = found();
   const auto& [folder, manifest, unused, remarks] = *wide.checkpoint;
   const auto of_state = [&, &folder = folder, &manifest = manifest](const checkpoint::SlicedTensor& held, const std::string& state) {
-    checkpoint::SlicedTensor stored{at::empty_like(held.tensor), held.slice};
-    stored.slice.name = state + std::string(checkpoint::parameter_of(held.slice.name));
-    checkpoint::load(folder, manifest, {stored}, {.ignore_prefixes = {"model.", "buffer.", "optimizer."}, .convert = true});
-    return stored.tensor;
+    const std::string name = state + std::string(checkpoint::parameter_of(held.slice.name));
+    const at::ScalarType dtype = checkpoint::dtype_from_name(manifest.tensors.at(name).dtype);
+    checkpoint::SlicedTensor stored{at::empty_like(held.tensor, held.tensor.options().dtype(dtype)), held.slice};
+    stored.slice.name = name;
+    checkpoint::load(folder, manifest, {stored}, {.ignore_prefixes = {"model.", "buffer.", "optimizer."}});
+    return stored.tensor.to(held.tensor.scalar_type());
   };
   for (const auto& [ranks, sets] : std::vector<std::pair<int, Sets>>{{1, {}}, {2, {"mesh.tp=2"}}, {2, {"mesh.pp=2"}}}) {
     Sets all = sets;

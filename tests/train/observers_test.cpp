@@ -324,6 +324,70 @@ TEST(MetricsFile, WhatCannotBeReadToItsEndIsLeftAsItIs) {
   EXPECT_TRUE(std::filesystem::is_symlink(folder / "metrics.jsonl"));
 }
 
+/// On a full disk a file can become shorter, and have another name.
+TEST(MetricsFile, AFullDiskEndsNoRunThatGoesOn) {
+  const Folder folder;
+  constexpr rlim_t kRoom = 700;  // for what is said, and not for two lines
+  const auto start = [&](int64_t first_step, bool strict) {
+    const FileLimit full(kRoom);
+    MetricsFile metrics(strict);
+    metrics.on_start({.log_dir = folder.path(), .first_step = first_step});
+  };
+  {
+    MetricsFile metrics;
+    metrics.on_start({.log_dir = folder.path()});
+    for (int64_t k = 1; k <= 6; ++k) metrics.after_step(step(k));
+  }
+  const std::string before = slurp(folder / "metrics.jsonl");
+  for (const bool strict : {false, true}) {  // which loses nothing
+    start(7, strict);
+    EXPECT_EQ(slurp(folder / "metrics.jsonl"), before);
+  }
+  std::ofstream(folder / "metrics.jsonl", std::ios::app) << "{\"step\":7,\"lo";
+  start(4, /*strict=*/true);
+  EXPECT_EQ(lines(folder / "metrics.jsonl").size(), 3u);
+  EXPECT_TRUE(before.starts_with(slurp(folder / "metrics.jsonl")));
+  {
+    MetricsFile metrics;
+    metrics.on_start({.log_dir = folder.path(), .first_step = 4});
+    metrics.after_step(step(4));
+  }
+  EXPECT_EQ(lines(folder / "metrics.jsonl").back()["step"], 4);
+
+  // Two that wrote into one file; what is this run's is not where it begins.
+  std::ofstream(folder / "metrics.jsonl") << before + before;
+  testing::internal::CaptureStderr();
+  start(3, /*strict=*/false);
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("kept in metrics.jsonl.another-run-1"));
+  EXPECT_EQ(slurp(folder / "metrics.jsonl.another-run-1"), before + before);
+  std::ofstream(folder / "metrics.jsonl") << before;
+
+  const std::string mixed = "somebody's own\n" + slurp(folder / "metrics.jsonl");
+  std::ofstream(folder / "metrics.jsonl") << mixed;
+  EXPECT_THAT([&] { start(5, /*strict=*/true); },
+              testing::Throws<Error>(
+                  testing::AllOf(testing::Property(&Error::what, HasSubstr("metrics.jsonl cannot be written: File too large (ulimit -f); make room there")),
+                                 testing::Not(testing::WhenDynamicCastTo<const ConfigError&>(testing::_)))));
+  EXPECT_EQ(slurp(folder / "metrics.jsonl"), mixed);
+  testing::internal::CaptureStderr();
+  start(5, /*strict=*/false);
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr("metrics.jsonl: cannot be written: File too large"), HasSubstr("kept in metrics.jsonl.unreadable-1")));
+  EXPECT_EQ(slurp(folder / "metrics.jsonl.unreadable-1"), mixed);
+  EXPECT_EQ(slurp(folder / "metrics.jsonl"), "");
+  EXPECT_FALSE(std::filesystem::exists(folder / "metrics.jsonl.partial"));
+  EXPECT_FALSE(std::filesystem::exists(folder / "metrics.jsonl.unreadable-2"));
+}
+
+TEST(RunRecord, SaysWhyItCannotBeWritten) {
+  const Folder folder;
+  const RunRecord record(folder.path());
+  const FileLimit full(700);
+  testing::internal::CaptureStderr();  // into a file
+  record.write({.log_dir = folder.path(), .identity = {.run = std::string(1000, 'a'), .start = "b"}});
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("written_by.json: cannot be written: File too large (ulimit -f); "));
+}
+
 TEST(MetricsFile, AStrictLogEndsTheRun) {
   const Folder folder;
   MetricsFile metrics(/*strict=*/true);

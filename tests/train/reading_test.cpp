@@ -170,6 +170,42 @@ TEST_F(FolderTokenizers, ATextEndsWhereTheFolderSaysToo) {
   EXPECT_EQ(text_ends(gone, *data::Tokenizer::load("byte"), &run).ids, Ids{});
 }
 
+/// As transformers 5 saves a folder, and as GPT-2's and LLaMA 3's are: the vocabulary comes as JSON alone, which is not read for ids, but tells whose they are.
+TEST_F(FolderTokenizers, OneAsJsonIsAnotherWhereAPieceHasAnotherId) {
+  using Ids = std::set<int64_t>;
+  write("hf/generation_config.json", R"({"eos_token_id": [2, 298]})");
+  const auto ends = [&](const std::string& tokenizer) { return text_ends(read(), *data::Tokenizer::load(tokenizer), nullptr).ids; };
+  const auto bring = [&](const std::string& vocabulary) {
+    write("hf/tokenizer.json", R"({"model": {"vocab": {)" + vocabulary + R"(}}, "added_tokens": [{"id": 275, "content": "<|im_end|>"}]})");
+  };
+  EXPECT_EQ(ends("byte"), (Ids{2, 298})) << "the folder brings none";
+  for (const std::string name : {"hf/vocab.json", "hf/tokenizer.json", "hf/tokenizer.model"}) {
+    write(name, "version https://git-lfs");
+    EXPECT_EQ(ends("byte"), Ids{}) << "whatever it is, bytes are another";
+    EXPECT_EQ(folders_other_tokenizer(read(), std::string("byte")), folder_ / name);
+  }
+  std::filesystem::remove(hf_ / "tokenizer.model");
+  if (!bring_tokenizer()) GTEST_SKIP() << "no SentencePiece";
+  const std::string model = (folder_ / "named.model").string();
+  std::filesystem::rename(hf_ / "tokenizer.model", model);
+  const auto remarks = [&] { return open_inputs(read({"data.tokenizer=" + model})).text_remarks; };
+  EXPECT_EQ(ends(model), (Ids{2, 298})) << "which cannot be read";
+  write("hf/tokenizer_config.json", R"({"add_eos_token": true})");
+  const std::string specials = R"("<unk>": 0, "<s>": 1, "</s>": 2, "<0x00>": 3)";
+  bring(specials);
+  EXPECT_EQ(ends(model), (Ids{2, 298})) << "what is added beyond is no difference";
+  EXPECT_THAT(remarks(), ElementsAre(HasSubstr("puts an id behind a text, too")));
+  EXPECT_EQ(folders_other_tokenizer(read(), data::Tokenizer::load(model)->fingerprint()), hf_ / "tokenizer.json") << "of one that is gone nobody can tell";
+  for (const std::string other : {R"("th": 2)", R"("</s>": 275)", R"("no such piece": 4)"}) {
+    bring(specials.substr(0, 20) + ", " + other);
+    EXPECT_EQ(ends(model), Ids{2}) << other;
+    EXPECT_THAT(remarks(), ElementsAre(testing::AllOf(HasSubstr("data.tokenizer = " + model + ": is not the tokenizer that model.from_hf brings, "),
+                                                      HasSubstr("tokenizer.json, by which"), HasSubstr("name the same vocabulary as a tokenizer.model"))));
+  }
+  write("hf/tokenizer.model", "version https://git-lfs");
+  EXPECT_EQ(ends(model), Ids{2}) << "of two files the one that can be read tells";
+}
+
 TEST_F(FolderTokenizers, DocumentsBeginAsTheFolderSaysUnlessSomebodyDoes) {
   if (!bring_tokenizer()) GTEST_SKIP() << "no SentencePiece";
   const auto of_folder = [&] { return find_model({.from_hf = hf_, .checkpoint = {}}, {}); };
@@ -186,6 +222,70 @@ TEST_F(FolderTokenizers, DocumentsBeginAsTheFolderSaysUnlessSomebodyDoes) {
   EXPECT_FALSE(find_tokenizer(of_folder(), "byte").bos) << "which has none";
   EXPECT_THAT(testing_support::refusal([&] { open_inputs(read({"data.bos=true", "data.tokenizer=byte"})); }),
               testing::AllOf(HasSubstr("data.bos = true: the tokenizer (byte) has no beginning-of-text id"), HasSubstr("data.bos = false")));
+}
+
+/// As transformers 5 saves a folder: the rule lies in tokenizer.json alone.
+TEST_F(FolderTokenizers, DocumentsBeginAsThePostProcessorSays) {
+  if (!bring_tokenizer()) GTEST_SKIP() << "no SentencePiece";
+  const auto bos = [&](const std::string& single) {
+    write("hf/tokenizer.json", R"({"post_processor": {"type": "TemplateProcessing", "single": [)" + single +
+                                   R"({"Sequence": {"id": "A"}}], "special_tokens": {"<s>": {"ids": [1]}, "[B]": {"ids": [275]}}}})");
+    return open_inputs(read());
+  };
+  write("hf/tokenizer_config.json", R"({"tokenizer_class": "TokenizersBackend", "bos_token": "<s>"})");
+  const Inputs begun = bos(R"({"SpecialToken": {"id": "<s>"}}, )");
+  EXPECT_EQ(first_id(begun), 1);
+  EXPECT_THAT(begun.text_remarks, testing::Contains(HasSubstr("tokenizer.json: puts id 1 in front of a text")));
+  EXPECT_THAT(testing_support::refusal([&] { bos(R"({"SpecialToken": {"id": "[B]"}}, )"); }),
+              HasSubstr("tokenizer.json: puts '[B]' in front of a text, id 275"));
+  write("hf/tokenizer_config.json", R"({"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>"})");
+  const Inputs plain = bos("");
+  EXPECT_FALSE(plain.corpus->bos());
+  EXPECT_THAT(plain.text_remarks, testing::Contains(HasSubstr("tokenizer.json: its post_processor puts no id")));
+}
+
+TEST_F(FolderTokenizers, OnlyTheTokenizersOwnIdIsPutInFrontOfAText) {
+  if (!bring_tokenizer()) GTEST_SKIP() << "no SentencePiece";
+  const auto open = [&](const std::string& more, const std::vector<std::string>& sets = {}) {
+    write("hf/tokenizer_config.json", R"({"add_bos_token": true, )" + more + "}");
+    return open_inputs(read(sets));
+  };
+  EXPECT_EQ(first_id(open(R"("bos_token": "<s>")")), 1);
+  EXPECT_EQ(first_id(open(R"("bos_token": "[B]", "added_tokens_decoder": {"1": {"content": "[B]"}})")), 1) << "another name of it";
+  const auto refused = [&](const std::string& more) { return testing_support::refusal([&] { open(more); }); };
+  EXPECT_THAT(refused(R"("bos_token": "</s>")"), testing::AllOf(HasSubstr("tokenizer_config.json: puts '</s>' in front of a text, id 2, and only"),
+                                                                HasSubstr("id 1, can be put there; data.bos = true puts that one")));
+  EXPECT_THAT(refused(R"("bos_token": {"content": "e"})"), HasSubstr("puts 'e' in front of a text, id "));
+  EXPECT_THAT(refused(R"("bos_token": "[none]")"), HasSubstr("puts '[none]' in front of a text, which is no piece of the tokenizer"));
+  EXPECT_THAT(refused(R"("bos_token": "[B]", "added_tokens_decoder": {"275": {"content": "[B]"}})"), HasSubstr("puts '[B]' in front of a text, id 275"));
+  EXPECT_EQ(first_id(open(R"("bos_token": "</s>")", {"data.bos=true"})), 1);
+  EXPECT_NE(first_id(open(R"("bos_token": "</s>")", {"data.bos=false"})), 1);
+  const Inputs none = open(R"("bos_token": null)");
+  EXPECT_FALSE(none.corpus->bos());
+  EXPECT_THAT(none.text_remarks, testing::Contains(HasSubstr("bos_token = null")));
+
+  const std::string behind = "puts an id behind a text, too";
+  EXPECT_THAT(open(R"("add_eos_token": true)").text_remarks, testing::Contains(HasSubstr(behind)));
+  EXPECT_THAT(open(R"("add_eos_token": false)").text_remarks, testing::Not(testing::Contains(HasSubstr(behind))));
+  EXPECT_THAT(open(R"("add_eos_token": true, "eos_token": "</s>")").text_remarks, testing::Contains(HasSubstr(behind)));
+  EXPECT_THAT(open(R"("add_eos_token": true, "eos_token": "[E]", "added_tokens_decoder": {"280": {"content": "[E]"}})").text_remarks,
+              testing::Contains(testing::AllOf(HasSubstr("puts '[E]', id 280, behind a text, too; here the tokenizer's own for the end of one, id 2, stands"),
+                                               HasSubstr("data.documents"))));
+  EXPECT_THAT(open(R"("add_eos_token": true, "eos_token": "[none]")").text_remarks, testing::Contains(HasSubstr("puts '[none]' behind a text, too; here the")));
+  std::filesystem::rename(hf_ / "tokenizer.model", folder_ / "other.model");
+  data::train_tokenizer({folder_ / "lines.txt"}, kIds - 3, hf_ / "tokenizer.model");
+  EXPECT_EQ(first_id(open(R"("bos_token": "</s>")", {"data.tokenizer=" + (folder_ / "other.model").string()})), 1) << "of another tokenizer it says nothing";
+}
+
+/// Ranks on several hosts read a folder each, and one may lack it.
+TEST_F(FolderTokenizers, AllRanksEndATextWhereRank0Does) {
+  comm::run_ranks(3, [](comm::World& world) {
+    TextEnds ends;
+    if (world.rank() == 0) ends.ids = {2, 32007};
+    if (world.rank() == 2) ends.ids = {2, 5, 6};
+    take_ends_of_rank_0(ends, world.group());
+    EXPECT_EQ(ends.ids, (std::set<int64_t>{2, 32007}));
+  });
 }
 
 TEST_F(FolderTokenizers, ACheckpointIsGoneOnFromAndReadAsItWasWritten) {

@@ -318,6 +318,38 @@ TEST_F(Resume, WeightsOfAnotherTypeGoOn) {
   }
 }
 
+/// Masters begin as the weights that were saved are, and not as they are rounded, wherever they wait and whether there is other state of their weights.
+TEST_F(Resume, MastersOfSavedWeightsAreTheSameWhereverTheyWait) {
+  const std::string dir = "offload.dir=" + (folder_ / "away").string();
+  const std::vector<Layout> places{{"device", 1, {}},
+                                   {"host", 1, {"offload.optimizer=host"}},
+                                   {"host, updated on the device", 1, {"offload.optimizer=host", "offload.update=device"}},
+                                   {"disk", 1, {"offload.optimizer=disk", dir}}};
+  const std::vector<std::pair<Sets, Sets>> cases{
+      {{"optim.name=sgd"}, {"optim.name=sgd"}},
+      {{"lora.modules=layers.*.attention.*"}, {"lora.modules=layers.*.attention.*", "lora.trained=[\"norm.weight\"]"}}};
+  for (const auto& [before, after] : cases) {
+    std::filesystem::remove_all(saved(places[0]));
+    run_saving(places[0], before);
+    const auto from = saved(places[0], kSaved);
+    const auto state = stored(from);
+    Sets narrow = after;
+    narrow.insert(narrow.end(), {"precision.params=bf16", "precision.compute=bf16"});
+    std::vector<StepResult> on_device;
+    for (const Layout& place : places) {
+      SCOPED_TRACE(::testing::PrintToString(after) + " on " + place.name);
+      const auto held = loaded(place, narrow, from);
+      EXPECT_TRUE(at::equal(held.at("optimizer.master.norm.weight"), state.at("model.norm.weight")));
+      auto sets = narrow;
+      sets.push_back("checkpoint.resume=" + from.string());
+      const auto steps = run(place, sets);
+      if (on_device.empty()) on_device = steps;
+      ASSERT_EQ(steps.size(), kLast - kSaved);
+      for (size_t i = 0; i < steps.size(); ++i) EXPECT_EQ(steps[i].loss, on_device[i].loss) << i;
+    }
+  }
+}
+
 /// Resident but for what the rank keeps: nothing. The mapped file is the kernel's cache.
 TEST_F(Resume, NoRankHoldsTheWholeModelWhileItLoads) {
   const auto& source = layouts()[1];

@@ -23,6 +23,7 @@ namespace tessera {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -310,6 +311,25 @@ TEST_F(Runs, GroupsMayChangeTheirRatesAndNotTheirOptimizer) {
   refused("[\"embed_tokens: name = sgd\"]", "sgd, and");
 }
 
+/// What checkpoint.partial names may have another optimizer, and begins anew with it.
+TEST_F(Runs, AGroupThatIsLoadedInPartMayHaveAnotherOptimizer) {
+  const std::string before = "optim.groups=[\"norm: name = sgd, momentum = 0.5\"]", anew = "checkpoint.partial=[\"norm.*\"]";
+  run_into("a", 2, {before});
+  const auto go_on = [&](const std::string& name, const std::string& settings, const Sets& more) {
+    Sets sets{"optim.groups=[\"norm: " + settings + "\"]", "checkpoint.resume=" + at("a", 2)};
+    sets.insert(sets.end(), more.begin(), more.end());
+    run_into(name, 3, sets);
+    return checkpoint::read_manifest(at(name, 3));
+  };
+  EXPECT_THAT(([&] { go_on("b", "name = lion", {}); }), ThrowsMessage<ConfigError>(HasSubstr("optim.groups: 'norm.weight' would be updated by lion")));
+  const auto lion = go_on("c", "name = lion", {anew});
+  EXPECT_EQ(lion.optimizer.at("update_counts").at("norm.weight"), 1);
+  EXPECT_EQ(lion.optimizer.at("update_counts").at("embed_tokens.weight"), 3);
+  EXPECT_EQ(lion.optimizer.at("kinds").at("norm.weight"), "lion");
+  EXPECT_FALSE(lion.tensors.contains("optimizer.momentum_buffer.norm.weight"));
+  EXPECT_EQ(go_on("d", "name = sgd, momentum = 0", {anew}).optimizer.at("kinds").at("norm.weight"), "sgd");
+}
+
 TEST_F(Runs, MuonsGroupsMayNameTheOptimizerThatAParameterHasAlready) {
   run_into("a", 2, {"optim.name=muon"});
   const auto go_on = [&](int64_t last, const std::string& groups) {
@@ -397,6 +417,17 @@ TEST_F(Runs, TheRateThatBendsIsThatOfTheNextUpdate) {
   point.manifest.progress["loss_scale"] = {{"skipped", 2}};
   EXPECT_THAT(changes_since(point, with_steps(20)), ElementsAre(HasSubstr("bends: " + rates(3))));
   ASSERT_NE(rates(3), rates(5));
+
+  // Through the warm-up they are the same, and in the step behind it, and nothing bends where the last rate is the first.
+  const auto warmed = [&](int64_t steps, const std::string& least) {
+    return settings(ddp2_, {"optim.schedule=cosine", "optim.lr=0.01", "optim.warmup_steps=5", least, "run.steps=" + std::to_string(steps)});
+  };
+  point.manifest.step = 3;
+  point.manifest.progress = progress_json(warmed(7, "optim.min_lr=0"), {}, {}, {}, 2);
+  EXPECT_THAT(changes_since(point, warmed(12, "optim.min_lr=0")),
+              Contains(AllOf(HasSubstr("bends: "), HasSubstr(" in step 7, where it would have been 0.005"))));
+  point.manifest.progress = progress_json(warmed(7, "optim.min_lr=0.01"), {}, {}, {}, 2);
+  EXPECT_THAT(changes_since(point, warmed(12, "optim.min_lr=0.01")), Not(Contains(HasSubstr("bends"))));
 }
 
 /// Checkpoints say a momentum that nobody gave, from when nothing was no value of it.

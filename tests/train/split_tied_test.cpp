@@ -267,7 +267,8 @@ TEST(SplitTied, PartsWithoutTheRanksThatHaveTheOthersAreRefusedOnAll) {
     const auto plan = schedules::one_f_one_b(2, kTiedMicroBatches);
     const auto whole = std::make_unique<DistributedDataParallel>(*own, mesh["dp"], DdpOptions{});
     for (const at::Tensor& parameter : own->parameters()) parameter.mutable_grad() = at::ones_like(parameter);
-    EXPECT_THAT(refusal([&] { pipeline::sum_shared_gradients(split, plan, mesh["pp"], world.group()); }), HasSubstr("no replicas"))
+    EXPECT_THAT(refusal([&] { pipeline::sum_shared_gradients(split, plan, mesh["pp"], mesh[{"dp", "pp"}]); }),
+                AllOf(HasSubstr("sum_shared_gradients(split, schedule, mesh[\"pp\"]), and"), HasSubstr("no replicas"), Not(HasSubstr("{\"dp\", \"pp\"}"))))
         << "each whole copy is there twice";
   });
   comm::run_ranks(4, [&](comm::World& world) {

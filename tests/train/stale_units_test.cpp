@@ -34,15 +34,17 @@ struct StackImpl : nn::Module {
 };
 TESSERA_MODULE(Stack);
 
-/// A forward pass that is only looked at leaves its units whole (reshard_after_forward = false); then the optimizer steps, by the pass before.
+/// A forward pass that is only looked at leaves its units whole (reshard_after_forward = false, find_unused_parameters); then the optimizer steps, by the pass
+/// before.
 TEST(StaleUnits, OurOptimizersLeaveNone) {
   for (const std::string name : {"adamw", "lion", "adam8bit", "bf16 lion", "bf16 adamw"}) {
     for (const int ranks : {1, 2, 3}) {
-      const auto trained = [&](bool reshard) {
+      const auto trained = [&](bool reshard, bool find_unused = false) {
         std::vector<std::vector<at::Tensor>> gradients(static_cast<size_t>(ranks));
         run_ranks(ranks, [&](World& world) {
           Stack net;
-          auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .reshard_after_forward = reshard, .trigger = ShardTrigger::Calls});
+          auto sharded = fully_shard(
+              net, world.group(), {.wrap = "block*", .reshard_after_forward = reshard, .find_unused_parameters = find_unused, .trigger = ShardTrigger::Calls});
           OptimConfig config;
           config.name = name.substr(name.rfind(' ') + 1);
           if (name.starts_with("bf16")) config.state_dtype = "bf16";
@@ -58,8 +60,10 @@ TEST(StaleUnits, OurOptimizersLeaveNone) {
         });
         return gradients;
       };
-      const auto gathered_again = trained(true), waited = trained(false);
-      for (size_t rank = 0; rank < waited.size(); ++rank) EXPECT_TRUE(same_bits(waited[rank], gathered_again[rank])) << name << " on " << ranks;
+      const auto gathered_again = trained(true);
+      for (const auto& waited : {trained(false), trained(true, /*find_unused=*/true)}) {
+        for (size_t rank = 0; rank < waited.size(); ++rank) EXPECT_TRUE(same_bits(waited[rank], gathered_again[rank])) << name << " on " << ranks;
+      }
     }
   }
 }

@@ -16,6 +16,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
 #include "tessera/optim/adamw.h"
+#include "tessera/precision/master_weights.h"
 #include "tessera/zero/sharded_data_parallel.h"
 #include "tests/checkpoint/files.h"
 #include "tests/nn/net.h"
@@ -180,6 +181,31 @@ TEST(TorchOptimizerCheckpoints, AdamWAndOursReadEachOther) {
     EXPECT_EQ(ours.update_counts().at("first.weight"), 1);
     EXPECT_TRUE(at::equal(ours.state().front().tensor, checkpoint::optimizer_tensors(*run.net, *run.optimizer).front().tensor));
   });
+}
+
+/// In bf16 what was written since the last update in fp16 may round to what its master rounds to, and the next update would not see it.
+TEST(TorchOptimizerCheckpoints, MastersOfWeightsOfAnotherTypeFollowWhatWasWritten) {
+  const checkpoint::TemporaryFolder folder;
+  const at::Tensor master = at::full({2, 3}, 0.3F), written = master.to(at::kHalf);
+  written[1].fill_(0.2998F);
+  at::Tensor expected = master.clone();
+  expected[1].copy_(written[1]);
+  ASSERT_TRUE(at::equal(expected.to(at::kBFloat16), master.to(at::kBFloat16)));
+  ASSERT_FALSE(at::equal(expected, master));
+  checkpoint::CheckpointState state;
+  state.tensors = {{written, Slice::whole("model.weight", {2, 3})}, {master, Slice::whole("optimizer.master.weight", {2, 3})}};
+  state.optimizer = {{"kind", "sgd"}, {"update_counts", {{"weight", 3}}}};
+  const auto saved = checkpoint::save(folder.path(), state, comm::Group::self());
+
+  torch::nn::Linear model(torch::nn::LinearOptions(3, 2).bias(false));
+  model->to(at::kBFloat16);
+  OptimConfig config;
+  config.name = "sgd";
+  const auto optimizer = precision::make_optimizer(config, {.params = at::kBFloat16, .compute = at::kBFloat16}, 0, nn::unique_parameters(*model));
+  checkpoint::load(saved, *model, *optimizer, {.convert = true});
+  EXPECT_TRUE(at::equal(model->weight, expected.to(at::kBFloat16)));
+  ASSERT_EQ(optimizer->state().size(), 1U);
+  EXPECT_TRUE(at::equal(optimizer->state().front().tensor, expected)) << optimizer->state().front().tensor;
 }
 
 void expect_equal(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& want) {

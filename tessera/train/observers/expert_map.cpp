@@ -88,7 +88,7 @@ void ExpertMap::on_end(const RunEnd&) {
   if (heat_.empty()) return;
   try {
     heat_.draw(title_).save(file_.string());
-  } catch (const ConfigError& error) {
+  } catch (const Error& error) {
     log().warn("{}; the run is not affected", error.what());
   }
 }

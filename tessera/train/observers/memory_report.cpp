@@ -198,7 +198,7 @@ void MemoryReport::after_step(const StepResult& result) {
   try {
     draw_memory(*result.memory_history, title).save(file_.string());
     text += fmt::format("picture: {}\n", file_.string());
-  } catch (const ConfigError& error) {
+  } catch (const Error& error) {
     log().warn("--memory-report: {}; training goes on without it", error.what());
   }
   std::fputs(text.c_str(), stdout);

@@ -13,6 +13,7 @@
 #include "tessera/core/log.h"
 #include "tessera/core/poll.h"
 #include "tessera/core/system_reason.h"
+#include "tessera/core/text_file.h"
 #include "tessera/train/observers/run_record.h"
 
 namespace tessera {
@@ -25,6 +26,7 @@ struct Records {
   std::string kept;     ///< the lines that tell of the run's own steps
   int64_t others = 0;   ///< lines that tell of later ones
   int64_t unknown = 0;  ///< lines that are no records, but for a last one that was cut
+  bool first = true;    ///< what is kept is what the file begins with, as it stands there
 };
 
 /// How sentences about it begin.
@@ -36,31 +38,73 @@ Records read_records(const std::filesystem::path& file, int64_t own_steps) {
   std::ifstream in(file);
   require(in.is_open() || errno == ENOENT, named(file), ": cannot be read: ", std::strerror(errno), way_out);
   Records records;
+  bool left_out = false;
   for (std::string line; std::getline(in, line);) {
     const Json object = Json::parse(line, nullptr, false);
     const auto step = object.is_object() ? object.find("step") : object.end();
     const bool known = object.is_object() && step != object.end() && step->is_number_integer();
     const bool cut = in.eof() && line.starts_with('{');
     if (!known && !cut) ++records.unknown;
-    if (!known) continue;
-    if (step->get<int64_t>() <= own_steps) {
-      records.kept += line + '\n';
-    } else {
-      ++records.others;
-    }
+    const bool keeps = known && step->get<int64_t>() <= own_steps;
+    if (known && !keeps) ++records.others;
+    if (keeps) records.first &= !left_out && !in.eof();
+    if (keeps) records.kept += line + '\n';
+    left_out |= !keeps;
   }
   require(!in.bad(), named(file), ": cannot be read to its end: ", std::strerror(errno), way_out);  // to the loop an error is an end
   return records;
 }
 
-/// What is none of this run's: a copy stays beside what takes its place, under a name that nothing has. `what` of its lines are so.
-void keep_aside(const std::filesystem::path& file, const std::string& suffix, int64_t lines, const std::string& what) {
+/// Returns 0, or an errno, and then leaves nothing of `file`.
+int write_whole(const std::filesystem::path& file, const std::string& text) {
+  errno = 0;
+  std::ofstream out(file, std::ios::trunc);
+  out << text;
+  out.close();
+  if (out.good()) return 0;
+  const int reason = errno != 0 ? errno : EIO;
+  std::error_code ignored;
+  std::filesystem::remove(file, ignored);
+  return reason;
+}
+
+/// What is none of this run's: a copy (not by copy_file, which says EIO of a full disk) stays beside what takes its place, under a name that nothing has.
+/// `what` of its lines are so. Returns 0, or an errno where there is no room for a copy.
+int keep_aside(const std::filesystem::path& file, const std::string& suffix, int64_t lines, const std::string& what) {
   const auto aside = name_aside(file, suffix);
-  std::error_code error;
-  std::filesystem::copy_file(file, aside, error);
-  require(!error, named(file), ": ", lines, " of its lines are ", what, ", and a copy of it cannot be kept: ", error.message(),
+  const int reason = write_whole(aside, read_text_file(named(file), file.string()));
+  if (is_full(reason)) return reason;
+  require(reason == 0, named(file), ": ", lines, " of its lines are ", what, ", and a copy of it cannot be kept: ", reason_of_writing(reason),
           "; move it elsewhere, or choose another log.dir");
   log().warn("{}: {} of its lines are {}; as it was it is kept in {}", file.string(), lines, what, aside.filename().string());
+  return 0;
+}
+
+/// By a rename, so that no crash loses what was there. Returns 0, or an errno, and then leaves nothing of `partial`.
+int replace(const std::filesystem::path& file, const std::filesystem::path& partial, const std::string& text) {
+  if (const int reason = write_whole(partial, text); reason != 0) return reason;
+  std::error_code error, ignored;
+  std::filesystem::rename(partial, file, error);
+  if (error) std::filesystem::remove(partial, ignored);
+  return error.value();
+}
+
+/// Where a disk is full a file can still become shorter, and have another name. Returns 0, or an errno.
+int continue_without_room(const std::filesystem::path& file, const Records& held, bool as_it_stands, int reason) {
+  std::error_code error;
+  if (!std::filesystem::exists(file, error)) return 0;
+  if (as_it_stands && held.first) {
+    std::filesystem::resize_file(file, held.kept.size(), error);
+    return error.value();
+  }
+  const auto aside = name_aside(file, held.unknown > 0 ? "unreadable" : "another-run");
+  std::filesystem::rename(file, aside, error);
+  if (error) return error.value();
+  log().warn(
+      "{}: cannot be written: {}; there are lines in it that are none of this run's, so as it was, with those that are, it is kept in {}, and this run's "
+      "begin anew with this start",
+      file.string(), reason_of_writing(reason), aside.filename().string());
+  return 0;
 }
 
 Json by_name(const MemoryByCategory& bytes) {
@@ -69,7 +113,7 @@ Json by_name(const MemoryByCategory& bytes) {
   return object;
 }
 
-/// Opens `file` for appending behind the lines it keeps, those up to `own_steps`. They are replaced by a rename, so that no crash loses them.
+/// Opens `file` for appending behind the lines it keeps, those up to `own_steps`. A full disk ends no run whose log is not strict.
 void continue_file(const std::filesystem::path& file, int64_t first_step, int64_t own_steps, RecordFile& records) {
   const std::filesystem::path partial = file.string() + ".partial";
   for (const auto& path : {file, partial}) {
@@ -78,21 +122,19 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, int64_
     require(!std::filesystem::exists(found) || std::filesystem::is_regular_file(found), named(path),
             " is not a regular file, and keeps no records; remove it, or choose another log.dir");
   }
-  const auto [kept, others, unknown] = read_records(file, own_steps);
-  if (unknown > 0) keep_aside(file, "unreadable", unknown, "no records of a run");
-  if (others > 0 && own_steps + 1 < first_step) {
-    keep_aside(file, "another-run", others, detail::concat("of another run, or of another line of it, than the one that goes on from step ", first_step - 1));
+  const Records held = read_records(file, own_steps);
+  const bool another_runs = held.others > 0 && own_steps + 1 < first_step;
+  int reason = 0;
+  if (held.unknown > 0) reason = keep_aside(file, "unreadable", held.unknown, "no records of a run");
+  if (reason == 0 && another_runs) {
+    reason = keep_aside(file, "another-run", held.others,
+                        detail::concat("of another run, or of another line of it, than the one that goes on from step ", first_step - 1));
   }
-  errno = 0;
-  std::error_code error;
-  std::ofstream out(partial, std::ios::trunc);
-  out << kept;
-  out.close();
-  if (out.good()) {
-    std::filesystem::rename(partial, file, error);
-    if (!error && records.open(file)) return;
-  }
-  throw ConfigError(detail::concat(named(file), " cannot be written: ", reason_of_writing(error ? error.value() : errno), "; choose another log.dir"));
+  if (reason == 0) reason = replace(file, partial, held.kept);
+  const bool as_it_stands = held.unknown == 0 && !another_runs;
+  if (is_full(reason) && (!records.strict() || (as_it_stands && held.first))) reason = continue_without_room(file, held, as_it_stands, reason);
+  if (reason == 0 && !records.open(file)) reason = errno;
+  if (reason != 0) fail_to_write(named(file) + " cannot be written", reason, "choose another log.dir");
 }
 
 }  // namespace

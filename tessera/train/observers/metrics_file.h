@@ -16,9 +16,10 @@ namespace tessera {
 ///
 /// A run from step 1 starts these files anew; a resumed one keeps the lines below its first step, drops later ones and any half-written line, and appends.
 /// Where a line is no record, a copy of the file stays in metrics.jsonl.unreadable-1 (or the next free number), which is said aloud. Where lines below its
-/// first step are another run's (RunRecord), they are none of its own either, and a copy stays in metrics.jsonl.another-run-1. Throws ConfigError where log_dir
-/// cannot be written, where another live run writes its records there, or where a named pipe stands in the files' place. A line that is lost later is said
-/// aloud (RecordFile), and ends a run whose log is strict.
+/// first step are another run's (RunRecord), they are none of its own either, and a copy stays in metrics.jsonl.another-run-1. On a full disk, where nothing
+/// can be copied, the file itself is renamed so, aloud, and this start's lines begin another one. Throws ConfigError where log_dir cannot be written, where
+/// another live run writes its records there, or where a named pipe stands in the files' place. A line that is lost is said aloud (RecordFile), and ends a run
+/// whose log is strict.
 class MetricsFile : public Observer {
  public:
   explicit MetricsFile(bool strict = false) : metrics_(strict), validation_(strict), timeline_(strict) {}

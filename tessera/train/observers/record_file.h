@@ -17,7 +17,8 @@ class RecordFile {
   RecordFile(const RecordFile&) = delete;
   RecordFile& operator=(const RecordFile&) = delete;
 
-  /// Opens an existing file behind its end, or a new one. False, with errno, where that cannot be.
+  /// Opens an existing file behind its end, or a new one, and makes the folder that it lies in. False, with errno, where that cannot be. Where it is for want
+  /// of room, and the file is not strict, that is said, and each record tries again.
   [[nodiscard]] bool open(std::filesystem::path path);
   /// Whether a live process of this host has a RecordFile open there, as far as the file system keeps locks.
   static bool is_being_written(const std::filesystem::path& path);
@@ -26,9 +27,11 @@ class RecordFile {
   /// Says what was lost, if anything, also by the last look at the disk. Once.
   void close();
 
+  bool strict() const { return strict_; }
   int64_t lost() const { return lost_; }
 
  private:
+  bool try_open();
   void lose(int code);
 
   bool strict_;

@@ -56,27 +56,28 @@ int64_t RunRecord::own_steps(const RunInfo& run) const {
 }
 
 void RunRecord::write(const RunInfo& run) const {
-  std::error_code error;
-  if (!writer_ && std::filesystem::exists(std::filesystem::symlink_status(file_, error))) {
+  std::error_code error, ignored;
+  if (!writer_ && std::filesystem::exists(std::filesystem::symlink_status(file_, ignored))) {
     const auto aside = name_aside(file_, "kept");
     std::filesystem::rename(file_, aside, error);
     if (!error) log().warn("{}: is no run's; it is kept in {}", file_.string(), aside.filename().string());
   }
   const std::filesystem::path partial = file_.string() + ".partial";
-  int reason = 0;
   if (!run.identity.start.empty()) {
     errno = 0;
     std::ofstream out(partial, std::ios::trunc);
     out << to_json(run.identity).dump() << '\n';
     out.close();
-    reason = errno;
-    if (out.good()) std::filesystem::rename(partial, file_, error);
-    if (out.good() && !error) return;
-    if (error) reason = error.value();
+    int reason = errno;
+    if (out.good()) {
+      std::filesystem::rename(partial, file_, error);
+      if (!error) return;
+      reason = error.value();
+    }
     log().warn("{}: cannot be written: {}; a run that goes on in this folder will not know another's records from its own", file_.string(),
                reason_of_writing(reason));
   }
-  for (const auto& path : {partial, file_}) std::filesystem::remove(path, error);
+  for (const auto& path : {partial, file_}) std::filesystem::remove(path, ignored);
 }
 
 }  // namespace tessera

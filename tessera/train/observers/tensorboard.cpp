@@ -38,7 +38,6 @@ void TensorBoard::on_start(const RunInfo& run) {
     log().warn("{}: events beyond step {} are of another line of this run than the one that goes on from step {}: readers pass over them", folder.string(),
                own_steps, run.first_step - 1);
   }
-  std::filesystem::create_directories(folder, error);
   // A run from its first step starts anew, as metrics.jsonl does: readers would mix it with the older run.
   for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
     if (run.first_step <= 1 && entry.path().filename().string().starts_with(prefix)) std::filesystem::remove(entry.path(), error);
@@ -47,8 +46,8 @@ void TensorBoard::on_start(const RunInfo& run) {
   // Readers take files in the order of their names, so the time comes first, in full.
   const auto file =
       folder / (std::string(prefix) + std::to_string(static_cast<int64_t>(now * 1e6)) + "." + host_name("localhost") + "." + std::to_string(::getpid()));
-  require(out_.open(file), "log.dir = ", run.log_dir.string(), ": ", file.string(), " cannot be written: ", reason_of_writing(errno),
-          "; choose another log.dir");
+  if (!out_.open(file))
+    fail_to_write(detail::concat("log.dir = ", run.log_dir.string(), ": ", file.string(), " cannot be written"), errno, "choose another log.dir");
   write(file_version_event(now));
   if (run.first_step > 1) write(restart_event(now, own_steps + 1));
   writer.write(run);
