@@ -103,8 +103,8 @@ int problem_of_writing_in(const std::filesystem::path& folder) {
   errno = 0;
   std::ofstream file(probe);
   file << "written to see whether it can be\n" << std::flush;
+  file.close();  // a disk over a network may say only now that it is full
   const int problem = file.good() ? 0 : errno != 0 ? errno : EIO;
-  file.close();
   std::error_code ignored;
   std::filesystem::remove(probe, ignored);
   return problem;

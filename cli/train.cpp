@@ -196,9 +196,9 @@ void write_text(const std::filesystem::path& file, const std::string& text, bool
   errno = 0;
   std::ofstream out(whole, std::ios::trunc);
   out << text << std::flush;
+  out.close();  // a disk over a network may say only now that it is full
   int reason = out.good() ? 0 : no_folder != 0 ? no_folder : errno;
   if (out.good()) {
-    out.close();
     std::filesystem::rename(whole, file, error);
     if (!error) return;
     reason = error.value();

@@ -203,8 +203,8 @@ LoadReport load(const std::filesystem::path& folder, const Manifest& manifest, c
   StoredSlices stored(folder, manifest, options.verify);
   std::set<const c10::TensorImpl*> filled;
   for (const auto& [tensor, slice] : targets) {
+    const bool again = !filled.insert(tensor.unsafeGetTensorImpl()).second;  // also a weight that stays as it was
     if (report.fresh.contains(slice.name)) continue;
-    const bool again = !filled.insert(tensor.unsafeGetTensorImpl()).second;
     if (again && state_of(slice.name) == "master") continue;  // a weight, that has by now what it takes of its master
     fill_fullest(stored, manifest, tensor, slice, tensor.scalar_type(), refuse_beyond_params, folder.string());
   }

@@ -250,20 +250,22 @@ Restored states_from(const Manifest& manifest, const torch::nn::Module& model, c
   const at::NoGradGuard no_grad;
   Restored restored;
   for (const auto& parameter : updated_by(model, optimizer)) {
+    const auto by = read(manifest.optimizer, [&](const nlohmann::json& json) {
+      const auto kinds = json.find("kinds");
+      return kinds != json.end() ? kinds->value(parameter.name, kind.name) : kind.name;
+    });
     const auto count = read(manifest.optimizer, [&](const nlohmann::json& json) -> std::optional<int64_t> {
-      const auto rates = json.find("lr");
-      if (rates != json.end() && rates->contains(parameter.name)) restored.set_rate(parameter.group, rates->at(parameter.name).get<double>(), parameter.name);
+      const auto rates = json.find("lr");  // another kind's is none for this one
+      if (by == kind.name && rates != json.end() && rates->contains(parameter.name))
+        restored.set_rate(parameter.group, rates->at(parameter.name).get<double>(), parameter.name);
       const auto& counts = json.at("update_counts");
       return counts.contains(parameter.name) ? std::optional(to_integer(counts.at(parameter.name))) : std::nullopt;
     });
     if (!count && kind.from_start) continue;
-    const auto by = read(manifest.optimizer, [&](const nlohmann::json& json) {
-      const auto kinds = json.find("kinds");
-      return kinds != json.end() && count.value_or(0) > 0 ? kinds->value(parameter.name, kind.name) : kind.name;
-    });
-    if (by != kind.name) {
+    if (by != kind.name && count.value_or(0) > 0) {
       require(may_differ(partial, parameter.name), "the checkpoint's '", parameter.name, "' was updated by ", by, ", and here it is by ", kind.name,
               "; make the optimizers that were saved, or name it in LoadOptions::partial, so that its state begins anew");
+      if (!kind.from_start) restored.states.push_back({.key = parameter.tensor.unsafeGetTensorImpl(), .state = nullptr, .stored = {}});
       continue;
     }
     auto& [key, state, stored] = restored.states.emplace_back(parameter.tensor.unsafeGetTensorImpl(), nullptr, std::vector{"model." + parameter.name});

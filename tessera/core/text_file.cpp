@@ -18,9 +18,9 @@ void write_text_file(const std::string& what, const std::string& path, std::stri
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
   const bool opened = file.is_open();
   file << text << std::flush;
-  const int reason = file.good() ? 0 : errno;
-  file.close();
+  file.close();  // a disk over a network may say only now that it is full
   if (file.good()) return;
+  const int reason = errno;
   std::error_code ignored;  // half a text is none
   if (opened && std::filesystem::is_regular_file(path, ignored)) std::filesystem::remove(path, ignored);
   fail_to_write(what + ": cannot be written", reason,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include <ATen/core/Tensor.h>
@@ -42,6 +43,7 @@ class OperatorEvents final : public OperatorHooks {
         if (alias != nullptr && alias->isWrite()) note(tensor, event.writes, ran.written_bytes, to);
       });
     }
+    const auto multiplied = multiplied_in(operation);
     const int64_t before = told_;
     operation.run(/*watch_inside=*/ran.flops == 0 && (operation.composite() || !ran.name.starts_with("aten::")));
     if (told_ != before || takes_memory_alone(ran.name)) return;
@@ -54,6 +56,7 @@ class OperatorEvents final : public OperatorHooks {
       });
     }
     if (ran.written_bytes == 0 && ran.flops == 0) return;
+    ran.dtype = multiplied.value_or(ran.dtype);
     ran.crosses = (from.host && to.device) || (from.device && to.host);
     ran.on_host = to.host && !to.device;
     ++told_;
@@ -62,6 +65,14 @@ class OperatorEvents final : public OperatorHooks {
   }
 
  private:
+  /// The type of what is multiplied, if all of it is of one: sums of narrow numbers may be handed on in a wider one.
+  static std::optional<at::ScalarType> multiplied_in(const OperatorCall& operation) {
+    if (!operation.name().starts_with("aten::_scaled_dot_product_")) return std::nullopt;
+    constexpr size_t kQuery = 1;  // behind the gradient, in a backward pass; a forward's key is of the same type
+    const c10::IValue& query = operation.arguments()[kQuery];
+    return query.isTensor() ? std::optional(query.toTensor().scalar_type()) : std::nullopt;
+  }
+
   /// Where tensors lie.
   struct Sides {
     bool host = false, device = false;

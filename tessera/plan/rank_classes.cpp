@@ -99,6 +99,7 @@ std::vector<int> column_kinds(const Config& config, int ranks, int64_t documents
   const bool exchanges = config.context.method == "ulysses" || config.context.method == "ulysses_ring";
   const bool gathers = config.context.method == "all_gather";
   const int64_t keys = config.model.kv_heads.value_or(config.model.heads);
+  const bool rings = config.context.method == "ulysses_ring";  // of groups that hold all heads, each of other columns
   const bool heads_differ = exchanges && (config.model.heads % ranks != 0 || (keys % ranks != 0 && ranks % keys != 0) || config.mesh.tp != 1);
   const bool packed = config.data.documents != "none";
   const CutRule rule = column_rule(config, ranks);
@@ -139,7 +140,7 @@ std::vector<int> column_kinds(const Config& config, int ranks, int64_t documents
     if (!in_order) std::ranges::sort(tiles);
     if (exchanges) tiles.clear();  // of all columns, alike
     const auto number = static_cast<int>(known.size());
-    kinds[static_cast<size_t>(rank)] = known.try_emplace({cut.columns(rank), heads_differ ? rank : 0, std::move(tiles)}, number).first->second;
+    kinds[static_cast<size_t>(rank)] = known.try_emplace({cut.columns(rank), heads_differ || rings ? rank : 0, std::move(tiles)}, number).first->second;
   }
   return kinds;
 }

@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -813,6 +814,25 @@ TEST(TorchOptimizer, StateOfAnotherKindIsNeverTaken) {
   load(saved, *model, theirs, {.partial = {"weight"}});
   EXPECT_EQ(theirs.state().count(model->weight.unsafeGetTensorImpl()), 0U);
   EXPECT_EQ(theirs.state().count(model->bias.unsafeGetTensorImpl()), 1U);
+  theirs.step();
+  ASSERT_EQ(theirs.state().count(model->weight.unsafeGetTensorImpl()), 1U);
+  load(saved, *model, theirs, {.partial = {"weight"}});
+  EXPECT_EQ(theirs.state().count(model->weight.unsafeGetTensorImpl()), 0U) << "begins anew, also where it has stepped here";
+}
+
+/// A rate is of the optimizer that had it: a parameter that has moved to another keeps that one's.
+TEST(TorchOptimizer, TakesNoRateOfAnotherKind) {
+  const TemporaryFolder folder;
+  const torch::nn::Linear first(3, 2), second(2, 1);
+  const torch::nn::Sequential model(first, second);
+  torch::optim::SGD biases({first->bias, second->bias}, torch::optim::SGDOptions(0.1));
+  torch::optim::AdamW weights({first->weight, second->weight}, torch::optim::AdamWOptions(0.02));
+  const auto saved = save(folder.path(), 1, *model, Optimizers{biases, weights}, comm::Group::self());
+  torch::optim::SGD one({second->bias}, torch::optim::SGDOptions(0.3));
+  torch::optim::AdamW others({first->bias, first->weight, second->weight}, torch::optim::AdamWOptions(0.5));
+  load(saved, *model, Optimizers{one, others});
+  EXPECT_EQ(one.param_groups()[0].options().get_lr(), 0.1);
+  EXPECT_EQ(others.param_groups()[0].options().get_lr(), 0.02);
 }
 
 /// What was trained is the masters; what a program wrote since the last update is as it wrote it, for whoever takes the weights in another type.
@@ -836,6 +856,10 @@ TEST(TrainingTensors, OfAnotherTypeFollowWhatWasWrittenSinceTheLastUpdate) {
   EXPECT_TRUE(at::equal(wide->weight, expected)) << wide->weight;
   load(saved, *alone, options);
   EXPECT_TRUE(at::equal(alone->weight, expected)) << "a model alone takes the same";
+
+  at::Tensor(wide->weight).data().fill_(7);
+  EXPECT_TRUE(load(saved, *wide, *optimizer, {.partial = {"weight"}}).report.fresh.contains("model.weight"));
+  EXPECT_TRUE(at::equal(wide->weight, at::full({2, 3}, 7.F))) << "what stays as it was takes nothing of its master";
 }
 
 }  // namespace

@@ -73,6 +73,7 @@ TEST_F(RankClassesTest, PartsOfASequenceAreOneClassWhereTheirShapesAre) {
   EXPECT_EQ(classes(4, {"data.seq_len=64"}), 4U) << "the same tiles, each in an order of its own, beside other messages";
   EXPECT_EQ(classes(8, {"data.seq_len=64", "context.method=all_gather"}), 8U) << "a tile of all keys that a part sees";
   EXPECT_EQ(classes(4, {"data.seq_len=64", "context.method=ulysses"}), 1U);
+  EXPECT_EQ(classes(4, {"data.seq_len=64", "context.method=ulysses_ring", "context.ulysses=2", "context.balance=contiguous"}), 4U) << "groups in a ring";
   EXPECT_EQ(classes(3, {"data.seq_len=36", "context.balance=contiguous"}), 3U) << "later ranks see more keys";
   EXPECT_EQ(classes(4, {"data.seq_len=64", "model.sliding_window=9"}), 2U) << "one part each, and none before the first";
   EXPECT_EQ(classes(3, {"data.seq_len=35", "context.method=ulysses"}), 3U) << "4 heads over 3 ranks";
