@@ -1,11 +1,9 @@
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -193,17 +191,9 @@ void write_text(const std::filesystem::path& file, const std::string& text, bool
   const int no_folder = error.value();
   std::filesystem::path whole = file;
   whole += ".new";
-  errno = 0;
-  std::ofstream out(whole, std::ios::trunc);
-  out << text << std::flush;
-  out.close();  // a disk over a network may say only now that it is full
-  int reason = out.good() ? 0 : no_folder != 0 ? no_folder : errno;
-  if (out.good()) {
-    std::filesystem::rename(whole, file, error);
-    if (!error) return;
-    reason = error.value();
-  }
-  std::filesystem::remove(whole, error);
+  int reason = try_to_replace(file, whole, text);
+  if (reason == 0) return;
+  if (no_folder != 0) reason = no_folder;
   const std::string name = file.filename().string();
   const std::string problem = detail::concat("log.dir = ", file.parent_path().string(), ": ", name, " cannot be written");
   if (strict || !is_full(reason)) fail_to_write(problem, reason, is_full(reason) ? "leave out --strict-log" : "set log.dir to a folder that can be written");

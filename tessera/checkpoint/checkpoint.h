@@ -129,6 +129,8 @@ struct LoadOptions {
   bool converts(const std::string& stored) const { return convert || converted.contains(stored); }
 };
 
+/// Whether LoadOptions::partial names the parameter.
+bool may_differ(const std::vector<std::string>& partial, std::string_view parameter);
 /// Refuses a pattern of LoadOptions::partial that matches neither what a checkpoint holds nor any of the whole model's parameters: before there are ranks of
 /// which each holds some.
 void check_partial(const std::vector<std::string>& patterns, const Manifest& manifest, const std::vector<std::string>& parameters);

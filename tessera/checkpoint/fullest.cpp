@@ -12,13 +12,20 @@
 
 namespace tessera::checkpoint {
 
+bool is_stored_as(const Manifest& manifest, const std::string& name, at::ScalarType dtype) {
+  const auto stored = manifest.tensors.find(name);
+  return stored != manifest.tensors.end() && stored->second.dtype == dtype_name(dtype);
+}
+
+std::string weight_of_master(const Manifest& manifest, std::string_view parameter) {
+  std::string ahead = detail::concat("optimizer.", optim::kNextState, ".", parameter);
+  return manifest.tensors.contains(ahead) ? ahead : detail::concat("model.", parameter);
+}
+
 std::string fullest(const Manifest& manifest, const std::string& weight, at::ScalarType dtype) {
-  const std::string parameter(parameter_of(weight)), master = "optimizer.master." + parameter;
-  const std::string ahead = detail::concat("optimizer.", optim::kNextState, ".", parameter);
-  const bool of_master = weight == (manifest.tensors.contains(ahead) ? ahead : "model." + parameter);
-  const auto stored = manifest.tensors.find(weight);
-  const bool as_stored = stored != manifest.tensors.end() && stored->second.dtype == dtype_name(dtype);
-  return !of_master || as_stored || !manifest.tensors.contains(master) ? weight : master;
+  const std::string master = detail::concat("optimizer.master.", parameter_of(weight));
+  const bool has_other = weight == weight_of_master(manifest, parameter_of(weight)) && manifest.tensors.contains(master);
+  return has_other && !is_stored_as(manifest, weight, dtype) ? master : weight;
 }
 
 void fill_fullest(StoredSlices& stored, const Manifest& manifest, at::Tensor target, const Slice& slice, at::ScalarType dtype,

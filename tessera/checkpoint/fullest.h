@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include <ATen/core/Tensor.h>
 
@@ -9,6 +10,12 @@
 #include "tessera/layout/slice.h"
 
 namespace tessera::checkpoint {
+
+/// Whether the checkpoint has the tensor, in this type.
+bool is_stored_as(const Manifest& manifest, const std::string& name, at::ScalarType dtype);
+
+/// The stored weight of which a parameter's master is: that of the model, or where updates are delayed the copy that is one update ahead.
+std::string weight_of_master(const Manifest& manifest, std::string_view parameter);
 
 /// The stored tensor that fills the stored `weight` ("model.norm.weight") for who wants it as `dtype`. Stored as that, itself; as another, its fp32 master,
 /// where there is one: that is what was trained, of which the weight is a rounding, and with which a run goes on. Where updates are delayed, masters are of the

@@ -145,6 +145,10 @@ void announce_writes(const std::vector<SlicedTensor>& targets) {
 
 }  // namespace
 
+bool may_differ(const std::vector<std::string>& partial, std::string_view parameter) {
+  return std::ranges::any_of(partial, [&](const auto& pattern) { return nn::matches(pattern, parameter); });
+}
+
 void check_partial(const std::vector<std::string>& patterns, const Manifest& manifest, const std::vector<std::string>& parameters) {
   for (const auto& pattern : patterns) {
     const auto matches = [&](std::string_view name) { return nn::matches(pattern, name); };

@@ -239,10 +239,6 @@ struct Restored {
   }
 };
 
-bool may_differ(const std::vector<std::string>& partial, const std::string& parameter) {
-  return std::ranges::any_of(partial, [&](const auto& pattern) { return nn::matches(pattern, parameter); });
-}
-
 Restored states_from(const Manifest& manifest, const torch::nn::Module& model, const torch::optim::Optimizer& optimizer,
                      const std::vector<std::string>& partial) {
   const Kind kind = kind_of(optimizer);

@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/fullest.h"
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/json_file.h"
-#include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
 #include "tessera/core/json_integer.h"
 #include "tessera/core/json_reason.h"
@@ -45,13 +45,7 @@ void settle_wrappers(const torch::nn::Module& model) {
 
 bool is_state(std::string_view stored) { return stored.starts_with("optimizer."); }
 
-constexpr std::string_view kMaster = "optimizer.master.", kNext = "optimizer.next.";
-
-/// Whether the checkpoint has the tensor, in the type that it has here.
-bool is_stored_as(const Manifest& source, const std::string& name, at::ScalarType dtype) {
-  const auto stored = source.tensors.find(name);
-  return stored != source.tensors.end() && stored->second.dtype == dtype_name(dtype);
-}
+constexpr std::string_view kMaster = "optimizer.master.";
 
 /// Masters are filled as weights in fp32 are (fill_fullest), where the checkpoint has none for them, or has the weights in another type: what was written there
 /// since the last update may round to the same here. Weights of another type take what there is of masters, and those that have none here need none: in both
@@ -65,8 +59,8 @@ void fill_across_masters(std::vector<SlicedTensor>& targets, const Manifest& sou
   const size_t own = targets.size();
   for (size_t i = 0; i < own; ++i) {
     const std::string& name = targets[i].slice.name;
-    const std::string parameter(parameter_of(name)), master = std::string(kMaster) + parameter, next = std::string(kNext) + parameter;
-    std::string weight = source.tensors.contains(next) ? next : std::string(kModel) + parameter;
+    const std::string parameter(parameter_of(name)), master = std::string(kMaster) + parameter;
+    std::string weight = weight_of_master(source, parameter);
     const bool needs_none = held.contains(master) && as_stored.contains(weight);
     if (name == master) {
       if (source.tensors.contains(weight) && !(source.tensors.contains(master) && needs_none)) targets[i].slice.name = std::move(weight);
@@ -235,7 +229,7 @@ std::set<std::string> updated_by_others(const nlohmann::json& saved, const optim
 
 void check_kinds(const nlohmann::json& saved, const optim::Optimizer& optimizer, const std::vector<std::string>& partial) {
   for (const auto& name : updated_by_others(saved, optimizer)) {
-    if (std::ranges::any_of(partial, [&](const auto& pattern) { return nn::matches(pattern, name); })) continue;
+    if (may_differ(partial, name)) continue;
     throw ConfigError(detail::concat("optim.groups: '", name, "' is updated by ", optimizer.kinds().at(name), " here, and the checkpoint holds what ",
                                      saved.at("kinds").at(name).dump(), " kept of it; give it that one again, or name it in checkpoint.partial ",
                                      "(LoadOptions::partial), so that its state begins anew"));

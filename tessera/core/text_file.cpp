@@ -13,16 +13,30 @@
 
 namespace tessera {
 
-void write_text_file(const std::string& what, const std::string& path, std::string_view text) {
+int try_to_write(const std::filesystem::path& file, std::string_view text) {
   errno = 0;
-  std::ofstream file(path, std::ios::binary | std::ios::trunc);
-  const bool opened = file.is_open();
-  file << text << std::flush;
-  file.close();  // a disk over a network may say only now that it is full
-  if (file.good()) return;
-  const int reason = errno;
+  std::ofstream out(file, std::ios::binary | std::ios::trunc);
+  const bool opened = out.is_open();
+  out << text;
+  out.close();  // a disk over a network may say only now that it is full
+  if (out.good()) return 0;
+  const int reason = errno != 0 ? errno : EIO;
   std::error_code ignored;  // half a text is none
-  if (opened && std::filesystem::is_regular_file(path, ignored)) std::filesystem::remove(path, ignored);
+  if (opened && std::filesystem::is_regular_file(file, ignored)) std::filesystem::remove(file, ignored);
+  return reason;
+}
+
+int try_to_replace(const std::filesystem::path& file, const std::filesystem::path& partial, std::string_view text) {
+  if (const int reason = try_to_write(partial, text); reason != 0) return reason;
+  std::error_code error, ignored;
+  std::filesystem::rename(partial, file, error);
+  if (error) std::filesystem::remove(partial, ignored);
+  return error.value();
+}
+
+void write_text_file(const std::string& what, const std::string& path, std::string_view text) {
+  const int reason = try_to_write(path, text);
+  if (reason == 0) return;
   fail_to_write(what + ": cannot be written", reason,
                 is_full(reason) ? "name a file on another disk" : "name a file in a folder that exists and can be written");
 }

@@ -1,8 +1,6 @@
 #ifdef TESSERA_WITH_SENTENCEPIECE
 
 #include <algorithm>
-#include <cerrno>
-#include <fstream>
 #include <random>
 #include <unordered_map>
 
@@ -12,6 +10,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/system_reason.h"
+#include "tessera/core/text_file.h"
 #include "tessera/data/sample.h"
 #include "tessera/data/tokenizer.h"
 #include "tessera/data/utf8.h"
@@ -116,17 +115,9 @@ std::filesystem::path train_tokenizer(const std::vector<std::filesystem::path>& 
 
   // Nobody else's name: whoever trains another tokenizer to the same one writes beside this, and what is called .partial may be somebody's.
   const std::filesystem::path partial = detail::concat(place.string(), ".", ::getpid(), ".", std::random_device()(), ".partial");
-  std::error_code error;
-  errno = 0;
-  std::ofstream file(partial, std::ios::binary);
-  file.write(model.data(), static_cast<std::streamsize>(model.size()));
-  file.close();
-  const int reason = errno;
-  if (file.good()) std::filesystem::rename(partial, place, error);
-  if (file.good() && !error) return path;
-  std::error_code ignored;
-  std::filesystem::remove(partial, ignored);
-  fail_to_write(path.string() + ": cannot be written", file.good() ? error.value() : reason, "choose another output");
+  const int reason = try_to_replace(place, partial, model);
+  if (reason == 0) return path;
+  fail_to_write(path.string() + ": cannot be written", reason, "choose another output");
 }
 
 }  // namespace tessera::data

@@ -134,11 +134,10 @@ std::vector<int> column_kinds(const Config& config, int ranks, int64_t documents
     };
     if (in_order && gathers) {
       meet({{0, cut.length}});
-    } else {
+    } else if (!exchanges) {  // whose cores see all columns, alike
       for (int step = 0; step < ranks; ++step) meet(cut.runs[static_cast<size_t>((rank - step + ranks) % ranks)]);
     }
     if (!in_order) std::ranges::sort(tiles);
-    if (exchanges) tiles.clear();  // of all columns, alike
     const auto number = static_cast<int>(known.size());
     kinds[static_cast<size_t>(rank)] = known.try_emplace({cut.columns(rank), heads_differ || rings ? rank : 0, std::move(tiles)}, number).first->second;
   }

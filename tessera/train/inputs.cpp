@@ -169,9 +169,8 @@ void check_optimizers(const Config& saved, const Config& config, const checkpoin
       return optim::settings_of(optim, groups, name, parameter.shape.size(), model).settings;
     };
     const OptimConfig was = by(saved.optim, before), is = by(config.optim, now);
-    const bool may_differ = std::ranges::any_of(partial, [&](const auto& pattern) { return nn::matches(pattern, name); });
     // What another kind has kept is told by the checkpoint, unless it is an old one; a last gradient cannot be told from Muon's average.
-    if (may_differ && (was.name == is.name ? is.name != "muon" : manifest.optimizer.contains("kinds"))) continue;
+    if (checkpoint::may_differ(partial, name) && (was.name == is.name ? is.name != "muon" : manifest.optimizer.contains("kinds"))) continue;
     require(was.name == is.name, "optim.groups: '", name, "' would be updated by ", is.name, ", and ", folder, " holds what ", was.name,
             " kept of it; give it name = ", was.name, " again, or start anew with checkpoint.resume = \"\"");
     check_momentum(was, is, detail::concat(" for '", name, "'"), folder);

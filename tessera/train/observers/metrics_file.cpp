@@ -55,38 +55,16 @@ Records read_records(const std::filesystem::path& file, int64_t own_steps) {
   return records;
 }
 
-/// Returns 0, or an errno, and then leaves nothing of `file`.
-int write_whole(const std::filesystem::path& file, const std::string& text) {
-  errno = 0;
-  std::ofstream out(file, std::ios::trunc);
-  out << text;
-  out.close();
-  if (out.good()) return 0;
-  const int reason = errno != 0 ? errno : EIO;
-  std::error_code ignored;
-  std::filesystem::remove(file, ignored);
-  return reason;
-}
-
 /// What is none of this run's: a copy (not by copy_file, which says EIO of a full disk) stays beside what takes its place, under a name that nothing has.
 /// `what` of its lines are so. Returns 0, or an errno where there is no room for a copy.
 int keep_aside(const std::filesystem::path& file, const std::string& suffix, int64_t lines, const std::string& what) {
   const auto aside = name_aside(file, suffix);
-  const int reason = write_whole(aside, read_text_file(named(file), file.string()));
+  const int reason = try_to_write(aside, read_text_file(named(file), file.string()));
   if (is_full(reason)) return reason;
   require(reason == 0, named(file), ": ", lines, " of its lines are ", what, ", and a copy of it cannot be kept: ", reason_of_writing(reason),
           "; move it elsewhere, or choose another log.dir");
   log().warn("{}: {} of its lines are {}; as it was it is kept in {}", file.string(), lines, what, aside.filename().string());
   return 0;
-}
-
-/// By a rename, so that no crash loses what was there. Returns 0, or an errno, and then leaves nothing of `partial`.
-int replace(const std::filesystem::path& file, const std::filesystem::path& partial, const std::string& text) {
-  if (const int reason = write_whole(partial, text); reason != 0) return reason;
-  std::error_code error, ignored;
-  std::filesystem::rename(partial, file, error);
-  if (error) std::filesystem::remove(partial, ignored);
-  return error.value();
 }
 
 /// Where a disk is full a file can still become shorter, and have another name. Returns 0, or an errno.
@@ -130,7 +108,7 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, int64_
     reason = keep_aside(file, "another-run", held.others,
                         detail::concat("of another run, or of another line of it, than the one that goes on from step ", first_step - 1));
   }
-  if (reason == 0) reason = replace(file, partial, held.kept);
+  if (reason == 0) reason = try_to_replace(file, partial, held.kept);
   const bool as_it_stands = held.unknown == 0 && !another_runs;
   if (is_full(reason) && (!records.strict() || (as_it_stands && held.first))) reason = continue_without_room(file, held, as_it_stands, reason);
   if (reason == 0 && !records.open(file)) reason = errno;

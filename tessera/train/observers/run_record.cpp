@@ -1,7 +1,6 @@
 #include "tessera/train/observers/run_record.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <fstream>
 #include <limits>
 #include <system_error>
@@ -13,6 +12,7 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/log.h"
 #include "tessera/core/system_reason.h"
+#include "tessera/core/text_file.h"
 
 namespace tessera {
 namespace {
@@ -64,16 +64,8 @@ void RunRecord::write(const RunInfo& run) const {
   }
   const std::filesystem::path partial = file_.string() + ".partial";
   if (!run.identity.start.empty()) {
-    errno = 0;
-    std::ofstream out(partial, std::ios::trunc);
-    out << to_json(run.identity).dump() << '\n';
-    out.close();
-    int reason = errno;
-    if (out.good()) {
-      std::filesystem::rename(partial, file_, error);
-      if (!error) return;
-      reason = error.value();
-    }
+    const int reason = try_to_replace(file_, partial, to_json(run.identity).dump() + '\n');
+    if (reason == 0) return;
     log().warn("{}: cannot be written: {}; a run that goes on in this folder will not know another's records from its own", file_.string(),
                reason_of_writing(reason));
   }
