@@ -92,22 +92,23 @@ def pipeline(model: str, blocks: int, behind: int, steps: int) -> Setting:
 
 
 SETTINGS = (
-    Setting("vocab", "fp32", 1, (eager(1.25, MEMORY_GOAL), eager_chunked()), steps=2, turns=2, quick=True),
+    Setting("vocab", "fp32", 1, (eager(1.25, MEMORY_GOAL), eager_chunked()), steps=2, turns=2, quick=True, bound_goal=0.88),
     Setting(
         "vocab",
         "bf16",
         1,
-        (eager(1.8, MEMORY_GOAL), eager_chunked(), PeerKind("torch.compile", COMPILE, 1.1), PeerKind("torch.compile, chunked loss", COMPILE + CHUNKED)),
+        (eager(1.8, MEMORY_GOAL), eager_chunked(), PeerKind("torch.compile", COMPILE, 1.5), PeerKind("torch.compile, chunked loss", COMPILE + CHUNKED)),
         steps=3,
         turns=2,
         quick=False,
+        bound_goal=0.65,
     ),
     Setting("vocab", "fp32", 2, (PeerKind("DDP", (), 1.1), PeerKind("DDP, chunked loss", CHUNKED)), steps=2, turns=2, quick=True, bound_goal=0.85),
     Setting(
         "vocab",
         "fp32",
         2,
-        (PeerKind("tessera DDP", ("zero.stage=0",), 0.92, ours=True), PeerKind("FSDP2", ("--sharding", "fsdp2"), 1.3)),
+        (PeerKind("tessera DDP", ("zero.stage=0",), 0.95, ours=True), PeerKind("FSDP2", ("--sharding", "fsdp2"), 1.3)),
         steps=2,
         turns=2,
         quick=False,
@@ -118,8 +119,8 @@ SETTINGS = (
     pipeline("vocab", blocks=6, behind=3, steps=2),
     pipeline("vocab", blocks=6, behind=6, steps=2),  # the head costs as much as all blocks
     pipeline("matmul", blocks=8, behind=4, steps=1),
-    Setting("matmul", "fp32", 1, (eager(),), steps=1, turns=2, quick=False),
-    Setting("matmul", "bf16", 1, (eager(), PeerKind("torch.compile", COMPILE)), steps=2, turns=2, quick=False),
+    Setting("matmul", "fp32", 1, (eager(1.1),), steps=1, turns=2, quick=False, bound_goal=0.88),
+    Setting("matmul", "bf16", 1, (eager(), PeerKind("torch.compile", COMPILE, 1.2)), steps=2, turns=2, quick=False, bound_goal=0.65),
     Setting("matmul", "bf16", 1, (PeerKind("torch.utils.checkpoint", ()),), steps=2, turns=2, quick=False, recompute=True),
 )
 # --quick: without torch.compile, which takes a minute to start, and without the large model.

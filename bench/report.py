@@ -2,6 +2,7 @@
 
 import statistics
 
+from publish import BOUND, Figure
 from sides import Measurement
 from spread import MISSED, Spread, number, pair_ratios, verdict
 
@@ -53,6 +54,8 @@ class Report:
 
     def __init__(self):
         self.speed, self.memory, self.bounds, self.sharded, self.raw, self.missed = [], [], [], [], [], []
+        self.figures: list[Figure] = []  # of the page (publish.py), as are rows of its table of steps
+        self.steps: list[list[str]] = []
 
     def add(self, setting, tokens: int, ours: Measurement, theirs: dict, bounds: list[dict], peer_exposed_s: float | None, planned: dict | None = None) -> None:
         """`theirs` maps each PeerKind to its Measurement; `bounds` holds, for each turn, the seconds of the products alone, `planned` what `tessera plan` says
@@ -68,6 +71,10 @@ class Report:
                 [name, peer.name, mebibytes(ours.peak_bytes), mebibytes(measured.peak_bytes),
                  "-" if memory is None else against_goal(memory, peer.memory_goal, True), mebibytes(ours.resident_bytes), mebibytes(measured.resident_bytes)]
             )  # fmt: skip
+            self.figures.append(Figure(name, peer.name, f"{tokens / ours.median_s:.0f}", f"{tokens / measured.median_s:.0f}", speed, peer.speed_goal))
+            if memory is not None:
+                peaks, resident = ((mebibytes(getattr(side, of)) for side in (ours, measured)) for of in ("peak_bytes", "resident_bytes"))
+                self.figures.append(Figure(name, peer.name, *peaks, Spread(memory, memory, memory, 2), peer.memory_goal, tuple(resident)))
             if peer.speed_goal and verdict(speed, peer.speed_goal) == MISSED:
                 self.missed.append(f"{name} against {peer.name}: {speed}x in {speed.count} pairs, goal {peer.speed_goal:g}x")
             if peer.memory_goal and memory is not None and memory > peer.memory_goal:
@@ -86,6 +93,9 @@ class Report:
             [name, f"{tokens / statistics.median(products):.0f}", percent_against_goal(share, setting.bound_goal), percent(of_fastest),
              milliseconds(attention), milliseconds(ours.exposed_comm_s), milliseconds(peer_exposed_s)]
         )  # fmt: skip
+        bound = f"{tokens / statistics.median(products):.0f}"
+        self.figures.append(Figure(name, BOUND, f"{tokens / ours.median_s:.0f}", bound, share, setting.bound_goal))
+        self.steps.append([name, percent(of_fastest), milliseconds(attention), milliseconds(ours.exposed_comm_s), milliseconds(peer_exposed_s)])
         self.raw.append(
             {"setting": name, "tokens_per_step": tokens, "tessera": vars(ours), "peers": {p.name: vars(m) for p, m in theirs.items()},
              "bounds": bounds, "peer_exposed_comm_s": peer_exposed_s}

@@ -30,6 +30,7 @@ import plan
 import recompute
 from communication import CommunicationReport
 from comparisons import QUICK_SETTINGS, Setting
+from publish import publish
 from report import Report, table
 from sides import ROOT, TIME_WAS_OVER, WARMUP_STEPS, Clock, OutOfTime, Peer, SideFailed, Tessera, output_of
 from spread import goes_on, turn_order
@@ -176,25 +177,28 @@ class Results:
 
     def __init__(self, machine: str, out: Path):
         self.machine, self.out = machine, out
-        self.sections, self.raw, self.missed, self.left_out = [], [], [], []
+        self.sections, self.raw, self.missed, self.left_out = {}, [], [], []
+        self.figures, self.steps = [], []  # of settings, for the page
         print(machine, flush=True)
 
     def add(self, title: str, markdown: str, raw: list = (), missed: list = ()) -> None:
-        self.sections.append(f"### {title}\n{markdown}")
+        self.sections[title] = markdown
         self.raw += raw
         self.missed += missed
-        print(f"\n{self.sections[-1]}", flush=True)
+        print(f"\n### {title}\n{markdown}", flush=True)
         (self.out / "results.md").write_text(self.markdown())
         (self.out / "results.json").write_text(json.dumps({"machine": self.machine, "settings": self.raw}, indent=1))
 
     def markdown(self) -> str:
-        return "\n\n".join([self.machine, *self.sections]) + "\n"
+        return "\n\n".join([self.machine, *(f"### {title}\n{markdown}" for title, markdown in self.sections.items())]) + "\n"
 
 
 def run_section(section: plan.Section, options, results: Results, clock: Clock, setting_s: float) -> None:
     out = results.out
     if section.kind == "setting":
         report = measure(section.setting, options.binary, out / section.name.replace(" ", "_"), clock, options.quick, setting_s)
+        results.figures += report.figures
+        results.steps += report.steps
         results.add(section.name, report.markdown(), report.raw, report.missed)
     elif section.kind == plan.COMMUNICATION:
         report = CommunicationReport()
@@ -221,13 +225,6 @@ def run_section(section: plan.Section, options, results: Results, clock: Clock, 
         results.add(section.name, micro_benchmarks(options.binary, clock))
 
 
-def publish(page: Path, markdown: str) -> None:
-    begin, end = "<!-- results -->\n", "<!-- /results -->"
-    text = page.read_text()
-    head, tail = text[: text.index(begin) + len(begin)], text[text.index(end) :]
-    page.write_text(head + markdown + tail)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--binary", type=Path, default=ROOT / "build" / "release" / "bin" / "tessera")
@@ -236,7 +233,7 @@ def main() -> int:
     parser.add_argument("--only", help="sections by their name, or by what it contains, with commas between them; and nothing else")
     parser.add_argument("--list", action="store_true", help="print the sections that would run, and end")
     parser.add_argument("--no-parts", action="store_true", help="leave out the rooms' own benchmarks")
-    parser.add_argument("--publish", action="store_true", help="put the tables into docs/benchmarks.md")
+    parser.add_argument("--publish", action="store_true", help="put the figures into docs/benchmarks.md, in place of older ones of the same machine")
     parser.add_argument("--strict", action="store_true", help="exit 1 where a goal is missed")
     options = parser.parse_args()
     sections = plan.choose(options.only, options.quick, not options.no_parts)
@@ -274,7 +271,7 @@ def main() -> int:
             print(f"bench: {section.name}: {failure}", file=sys.stderr)
             failed = True
     if options.publish and not failed:
-        publish(ROOT / "docs" / "benchmarks.md", results.markdown())
+        publish(ROOT / "docs" / "benchmarks.md", results.machine, results.figures, results.steps, results.sections)
     for name in results.left_out:
         print(f"not measured: {name}: {plan.QUICK_S} s were over; tools/bench --only {name!r} takes its time")
     for miss in results.missed:

@@ -13,7 +13,7 @@
 
 // A roofline with two bends. The roof of a product is not the data sheet's, but what its shape lets the device reach: whole waves of whole tiles, each with a
 // prologue and an epilogue that computes nothing. This is what tells a layer that is cut eight times from one that is whole, which a constant share of the
-// peak does not (docs/planning.md has both scores).
+// peak does not (docs/plan-accuracy.md has both scores).
 
 namespace tessera::plan {
 namespace {

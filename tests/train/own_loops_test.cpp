@@ -1,4 +1,4 @@
-/// The code of docs/optimizers.md, memory.md, precision.md and lora.md, compiled and run: what stands between `//: page: name` and `//:` here is what that page
+/// The code of docs/optimizers.md, offload.md, precision.md and lora.md, compiled and run: what stands between `//: page: name` and `//:` here is what that page
 /// shows. Each trains on several ranks what one rank trains alone.
 #include <cmath>
 #include <functional>
@@ -178,7 +178,7 @@ TEST(OwnLoops, AnOptimizerOnTheHost) {
     const at::Device device = at::kCPU;
     const Program program = [&](World& world, Words& model, tessera::GradientSynchronizer& wrapper) {
       const Batches batches = batches_of(world, 4);
-      //: memory: host optimizer
+      //: offload: host optimizer
       auto optimizer = tessera::zero_optimizer(wrapper, [&](const std::vector<tessera::nn::NamedParameter>& updated) {
         const auto make = [](const std::vector<tessera::nn::NamedParameter>& copies) {  // on the host, of what this rank updates
           return std::make_unique<tessera::optim::AdamW>(tessera::optim::decay_groups(copies, "matrices", /*weight_decay=*/0.01));
@@ -201,7 +201,7 @@ TEST(OwnLoops, StateOnDisk) {
   const tessera::checkpoint::TemporaryFolder temporary;
   const std::filesystem::path folder = temporary.path();
   expect_one_devices("paged", 2e-5, [&](World& world, Words& model, tessera::GradientSynchronizer& wrapper) {
-    //: memory: paged optimizer
+    //: offload: paged optimizer
     auto optimizer = tessera::zero_optimizer(wrapper, [&](const std::vector<tessera::nn::NamedParameter>& updated) {
       const auto make = [](const std::vector<tessera::nn::NamedParameter>& parameters) {
         return std::make_unique<tessera::optim::AdamW>(tessera::optim::decay_groups(parameters, "matrices", /*weight_decay=*/0.01));
@@ -224,7 +224,7 @@ TEST(OwnLoops, GradientsOnTheHost) {
     run_ranks(ranks, [&](World& world) {
       const std::vector<Batches> steps = {batches_of(world, 2, "a"), batches_of(world, 2, "b"), batches_of(world, 2, "c")};
       Words model;
-      //: memory: host gradients
+      //: offload: host gradients
       const auto sums = std::make_shared<tessera::HostSums>(device, /*in_flight_bytes=*/int64_t{25} << 20);
       auto zero =
           std::make_unique<tessera::ShardedDataParallel>(model, tessera::ShardGroups{.shard = world.group()}, tessera::ZeroOptions{.stage = 2, .relay = sums});
@@ -660,7 +660,7 @@ TEST(OwnLoops, AdaptersThatWereCastAreNotCut) {
 }
 
 TEST(OwnLoops, ThePagesShowWhatIsCompiled) {
-  for (const std::string page : {"optimizers", "memory", "precision", "lora"}) {
+  for (const std::string page : {"optimizers", "offload", "precision", "lora"}) {
     tessera::testing_support::expect_page_shows(page + ".md", "tests/train/own_loops_test.cpp", page + ": ");
   }
 }
