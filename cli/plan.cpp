@@ -35,6 +35,8 @@ namespace tessera::cli {
 
 namespace {
 
+constexpr std::chrono::seconds kPatience{20};  // of who waits for settings that would fit
+
 std::string text_of(const plan::DryRunProgress& progress) {
   return fmt::format("kind {} of {} of ranks, step {} of {}: {:2.0f}%", progress.kind, progress.kinds, progress.step, progress.steps, 100 * progress.share);
 }
@@ -47,7 +49,7 @@ std::string text_of(const plan::DryRun& run, const Config& config, const std::op
   if (bounds) text += "\n" + plan::to_string(*bounds, run.memory_limit);
   if (all) text += "\n" + plan::to_string(*all);
   if (framework) text += plan::verdict_of(*framework, config, run) + "\n";
-  if (!run.fits()) text += "\n" + plan::settings_text(plan::find_fit(config, world, run.memory_limit));
+  if (!run.fits()) text += "\n" + plan::settings_text(plan::find_fit(config, world, run.memory_limit, kPatience, run.allocator));
   return text;
 }
 
@@ -65,7 +67,7 @@ void say_explanation(plan::Preset of, const PlanRequest& request) {
     if (is_of_layout) left_out.push_back(key);
   }
   request.settle(config, 1);
-  auto explanation = plan::explain(config, of.parameters, request.world_or_8());
+  auto explanation = plan::explain(config, of.parameters, request.world_or_8(), request.allocator_of(config));
   explanation.left_out = std::move(left_out);
   if (request.flags().json) {
     std::printf("%s\n", json_text(plan::to_json(explanation), 2).c_str());
@@ -77,9 +79,12 @@ void say_explanation(plan::Preset of, const PlanRequest& request) {
 
 void say_longest(const plan::LongestSequence& found, const Config& config, bool json) {
   if (json) {
-    std::printf("%s\n", json_text(nlohmann::json{{"longest", found.seq_len}, {"peak_bytes", found.peak}, {"limit", config.run.memory_limit_bytes}}).c_str());
+    std::printf("%s\n",
+                json_text(nlohmann::json{
+                              {"longest", found.seq_len}, {"peak_bytes", found.peak}, {"needed_bytes", found.needed}, {"limit", config.run.memory_limit_bytes}})
+                    .c_str());
   } else {
-    std::printf("data.seq_len = %lld: %s of %s a rank at the peak\n", static_cast<long long>(found.seq_len), format_bytes(found.peak).c_str(),
+    std::printf("data.seq_len = %lld: %s of %s a rank at the peak\n", static_cast<long long>(found.seq_len), format_bytes(found.needed).c_str(),
                 format_bytes(config.run.memory_limit_bytes).c_str());
   }
   std::fflush(stdout);
@@ -94,7 +99,9 @@ void say_plan(const Config& config, double tokens, const PlanRequest& request) {
     ProgressLine line;
     const plan::DryRunOptions options{.events = flags.events,
                                       .machine = request.machine_of(config),
+                                      .allocator = request.allocator_of(config),
                                       .history = !flags.pictures.report.empty(),
+                                      .text_to_come = !is_there(flags.what),
                                       .progress = [&](const plan::DryRunProgress& progress) { line.say(text_of(progress)); }};
     plan::DryRun planned = plan::dry_run(config, flags.world, options);
     if (!framework) bounds = plan::find_bounds(config, planned, options);
@@ -185,7 +192,7 @@ void add_plan(Command app, int& exit_code) {
     } else {
       request.settle(config, flags->world);
       if (flags->longest) {
-        say_longest(plan::longest_sequence(config, flags->world), config, flags->json);
+        say_longest(plan::longest_sequence(config, flags->world, request.allocator_of(config)), config, flags->json);
       } else {
         say_plan(config, tokens, request);
       }

@@ -23,9 +23,9 @@ plan::Device device_named(const PlanFlags& flags) {
   return device;
 }
 
-/// A step may need no more than the device has.
-void limit_to(const plan::Device& device, Config& config) {
-  const auto memory = static_cast<int64_t>(device.memory_bytes);
+/// A step may need no more than the device has beside `context`.
+void limit_to(const plan::Device& device, double context, Config& config) {
+  const auto memory = static_cast<int64_t>(device.memory_bytes - context);
   int64_t& limit = config.run.memory_limit_bytes;
   limit = limit == 0 ? memory : std::min(limit, memory);
 }
@@ -88,7 +88,7 @@ plan::Preset PlanRequest::read(const std::vector<std::string>& asked, int world)
 bool PlanRequest::is_for_this_machine() const { return is_there(flags_.what) && !framework_ && (!device_ || is_there(flags_.device)); }
 
 void PlanRequest::settle(Config& config, int world, precision::Saying saying, int sharing) const {
-  if (device_) limit_to(*device_, config);
+  if (device_) limit_to(*device_, framework_ ? 0 : device_->context_bytes, config);  // a framework has its own
   settle_batch(config, world);
   validate(config, world, Purpose::Plan);
   if (framework_) settle_mesh(config, world);
@@ -103,6 +103,13 @@ std::optional<plan::Machine> PlanRequest::machine_of(const Config& config) const
   const auto tf32 = device_->flops_per_s.find("tf32");
   if (config.precision.compute == "tf32" && tf32 != device_->flops_per_s.end()) machine.device.flops[at::kFloat] = tf32->second;
   return framework_ ? plan::driven(*framework_, config, machine) : machine;
+}
+
+std::optional<plan::DeviceAllocator> PlanRequest::allocator_of(const Config& config) const {
+  if (!device_ || is_its_own_host(*device_)) return std::nullopt;
+  const auto context = static_cast<int64_t>(framework_ ? framework_->context_bytes : 0);  // the device's own is no part of the limit
+  const auto left = static_cast<int64_t>(device_->memory_bytes - (framework_ ? 0 : device_->context_bytes));
+  return plan::DeviceAllocator{.within = std::max<int64_t>(1, config.run.memory_limit_bytes - context), .all = config.run.memory_limit_bytes == left};
 }
 
 std::function<plan::Machine(const Config& config)> PlanRequest::machine_of_each() const {

@@ -57,7 +57,9 @@ class PlanRequest {
 
   /// As a framework's host drives it in this configuration; none without a device.
   std::optional<plan::Machine> machine_of(const Config& config) const;
-  /// The same of each of many configurations; empty where nothing about it depends on them.
+  /// Of the device, whose reserve has to fit; none without a device, and for a CPU, whose memory is given back.
+  std::optional<plan::DeviceAllocator> allocator_of(const Config& config) const;
+  /// The machine of each of many configurations; empty where nothing about it depends on them.
   std::function<plan::Machine(const Config& config)> machine_of_each() const;
 
   /// Of what looks at growing numbers of ranks.

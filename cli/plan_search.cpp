@@ -16,6 +16,7 @@
 #include "cli/progress_line.h"
 #include "tessera/config/detail.h"
 #include "tessera/core/error.h"
+#include "tessera/core/file_type.h"
 #include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
 #include "tessera/core/text_file.h"
@@ -81,7 +82,9 @@ std::vector<int64_t> batches_up_to(int64_t largest) {
 
 /// The best layout's own plan, with all that a picture needs.
 void draw_search(const plan::LayoutSearch& found, const Config& winner, const PlanRequest& request) {
-  const auto run = plan::dry_run(winner, found.world, {.machine = request.machine_of(winner), .history = true});
+  const auto run = plan::dry_run(
+      winner, found.world,
+      {.machine = request.machine_of(winner), .allocator = request.allocator_of(winner), .history = true, .text_to_come = !is_there(request.flags().what)});
   nlohmann::json json = json_of(run, winner, request.device(), std::nullopt);
   json["search"] = plan::to_json(found);
   request.flags().pictures.write({.config = winner, .run = run, .device = &*request.device(), .search = &found, .json = std::move(json)});
@@ -93,8 +96,10 @@ int say_search(const Config& config, const Config& asked, const PlanRequest& req
   const plan::Machine machine = request.machine_of(config).value();
   const auto found = [&] {
     ProgressLine line;
-    plan::SearchOptions options{
-        .micro_size = asked.batch.micro_size, .driven = request.machine_of_each(), .progress = [&](const std::string& text) { line.say(text); }};
+    plan::SearchOptions options{.micro_size = asked.batch.micro_size,
+                                .driven = request.machine_of_each(),
+                                .allocator = request.allocator_of(config).has_value(),
+                                .progress = [&](const std::string& text) { line.say(text); }};
     if (flags.max_batch) options.batches = batches_up_to(*flags.max_batch);
     if (flags.patience) options.patience = std::chrono::seconds(*flags.patience);
     return plan::search_layouts(config, flags.world, machine, options);
@@ -122,9 +127,11 @@ void say_scaling(const Config& config, const PlanRequest& request) {
   const PlanFlags& flags = request.flags();
   const plan::Scaling scaling = [&] {
     ProgressLine line;
-    return plan::strong_scaling(
-        config, request.machine_of(config).value(),
-        {.world = request.world_or_8(), .driven = request.machine_of_each(), .progress = [&](const std::string& text) { line.say(text); }});
+    return plan::strong_scaling(config, request.machine_of(config).value(),
+                                {.world = request.world_or_8(),
+                                 .allocator = request.allocator_of(config).has_value(),
+                                 .driven = request.machine_of_each(),
+                                 .progress = [&](const std::string& text) { line.say(text); }});
   }();
   if (!flags.svg.empty()) write_text_file("--svg " + flags.svg, flags.svg, plan::svg_of(plan::curves_of(scaling)));
   nlohmann::json json = plan::to_json(scaling);
@@ -134,7 +141,9 @@ void say_scaling(const Config& config, const PlanRequest& request) {
       if (point.whole && (!scaling.knee || point.ranks <= *scaling.knee)) drawn = &point;
     }
     const Config at = plan::with_settings(config, plan::settings_of(drawn->whole->choice, drawn->ranks));
-    const auto run = plan::dry_run(at, drawn->ranks, {.machine = request.machine_of(at), .history = true});
+    const auto run = plan::dry_run(
+        at, drawn->ranks,
+        {.machine = request.machine_of(at), .allocator = request.allocator_of(at), .history = true, .text_to_come = !is_there(request.flags().what)});
     nlohmann::json page = json_of(run, at, request.device(), std::nullopt);
     page["scaling"] = json;
     flags.pictures.write({.config = at, .run = run, .device = &*request.device(), .scaling = &scaling, .json = std::move(page)});
@@ -147,11 +156,12 @@ void say_curves(const Config& config, const PlanRequest& request) {
   const PlanFlags& flags = request.flags();
   const plan::Curves curves = [&] {
     ProgressLine line;
-    return plan::make_curves(
-        config, flags.curve,
-        {.world = request.world_or_8(), .machine = request.machine_of(config), .driven = request.machine_of_each(), .progress = [&](const std::string& text) {
-           line.say(text);
-         }});
+    return plan::make_curves(config, flags.curve,
+                             {.world = request.world_or_8(),
+                              .machine = request.machine_of(config),
+                              .allocator = request.allocator_of(config),
+                              .driven = request.machine_of_each(),
+                              .progress = [&](const std::string& text) { line.say(text); }});
   }();
   if (!flags.svg.empty()) write_text_file("--svg " + flags.svg, flags.svg, plan::svg_of(curves));
   std::fputs((flags.json ? json_text(plan::to_json(curves), 2) + "\n" : plan::to_string(curves)).c_str(), stdout);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace tessera {
 namespace {
@@ -11,8 +12,9 @@ constexpr double plot_width = LogPlot::width - label_width, plot_height = LogPlo
 constexpr std::string_view grid_color = "#e4e4e4";
 constexpr size_t palette = 8;
 
-void draw_marker(Svg& svg, double x, double y, size_t style) {
-  constexpr double r = 3;
+constexpr double line_width = 2, radius = 3;
+
+void draw_marker(Svg& svg, double x, double y, size_t style, double r = radius) {
   const auto color = Svg::color(style);
   switch (style / palette % 3) {
     case 0:
@@ -24,6 +26,12 @@ void draw_marker(Svg& svg, double x, double y, size_t style) {
     default:
       svg.polyline({{x - r, y + r}, {x + r, y + r}, {x, y - 1.4 * r}, {x - r, y + r}}, color);
   }
+}
+
+/// Whether `line` has a point so near that one drawn over the other hides it.
+bool passes(const LogPlot::Points& line, const std::pair<double, double>& point) {
+  constexpr double near = line_width + 0.5;
+  return std::ranges::any_of(line, [&](const auto& other) { return std::hypot(other.first - point.first, other.second - point.second) < near; });
 }
 
 }  // namespace
@@ -49,7 +57,10 @@ std::vector<double> LogPlot::Scale::ticks(int most) const {
 LogPlot::LogPlot(Svg& svg, double left, double top, const std::string& title, const Axis& x, const Axis& y)
     : svg_(svg), x_(x, left + label_width, left + width), y_(y, top + title_height + plot_height, top + title_height) {
   const double x0 = left + label_width, y0 = top + title_height, bottom = y0 + plot_height;
-  svg.text(x0, y0 - 10, title, {.size = 13, .bold = true});
+  constexpr double name_line = 15;
+  svg.text(x0, y0 - 10 - (y.name.empty() ? 0 : name_line), title, {.size = 13, .bold = true});
+  if (!y.name.empty()) svg.text(left, y0 - 10, y.name, {.size = 11, .color = axis_color});
+  if (!x.name.empty()) svg.text(x0 + plot_width / 2, bottom + 16 + name_line, x.name, {.size = 11, .color = axis_color, .anchor = "middle"});
   for (const double tick : y_.ticks(y.most_ticks)) {
     svg.line(x0, y_.at(tick), x0 + plot_width, y_.at(tick), grid_color);
     svg.text(x0 - 6, y_.at(tick) + 4, y.label(tick), {.size = 11, .color = axis_color, .anchor = "end"});
@@ -67,8 +78,21 @@ double LogPlot::right() const { return x_.most(); }
 void LogPlot::series(Points points, size_t style) {
   std::ranges::sort(points);
   for (auto& point : points) point = at(point);
-  if (points.size() > 1) svg_.polyline(points, Svg::color(style), 2);
-  for (const auto& [x, y] : points) draw_marker(svg_, x, y, style);
+  const auto covered = [&](size_t begin, size_t end) {  // how many of the earlier ones
+    return std::ranges::count_if(drawn_, [&](const Points& line) { return passes(line, points[begin]) && passes(line, points[end]); });
+  };
+  constexpr double period = 20;  // each further line covers half of what the one below it does
+  for (size_t begin = 0, end = 1; end < points.size(); ++end) {
+    const auto below = covered(end - 1, end);
+    if (end + 1 < points.size() && covered(end, end + 1) == below) continue;
+    const auto first = points.begin() + static_cast<std::ptrdiff_t>(begin), last = points.begin() + static_cast<std::ptrdiff_t>(end);
+    svg_.polyline({first, last + 1}, Svg::color(style), line_width, below == 0 ? 0 : period * std::pow(0.5, static_cast<double>(below)), period);
+    begin = end;
+  }
+  for (size_t i = 0; i < points.size(); ++i) {
+    draw_marker(svg_, points[i].first, points[i].second, style, radius * std::pow(0.6, static_cast<double>(covered(i, i))));
+  }
+  drawn_.push_back(std::move(points));
 }
 
 void LogPlot::dashes(std::pair<double, double> from, std::pair<double, double> to, const std::string& text, std::string_view color) {

@@ -19,6 +19,7 @@ class LogPlot {
     std::vector<double> values{};                ///< positive, one at least; the axis spans the powers of `base` around them, one step at least
     std::function<std::string(double)> label{};  ///< of a grid line
     int most_ticks = 8;                          ///< every other power is left out, and so on, where there are more
+    std::string name{};                          ///< what it counts, beside the labels; empty: the title says it
   };
   using Points = std::vector<std::pair<double, double>>;
 
@@ -28,7 +29,8 @@ class LogPlot {
 
   LogPlot(Svg& svg, double left, double top, const std::string& title, const Axis& x, const Axis& y);
 
-  /// The points in the order of x, joined. Styles beyond the palette repeat its colors with another marker.
+  /// The points in the order of x, joined. Styles beyond the palette repeat its colors with another marker. Where it lies on earlier ones, it is dashed, with
+  /// smaller markers, so that they stay to be seen.
   void series(Points points, size_t style);
 
   /// A dashed line from one point to another, with `text` above its begin.
@@ -59,6 +61,7 @@ class LogPlot {
 
   Svg& svg_;
   Scale x_, y_;
+  std::vector<Points> drawn_{};  ///< series so far, in pixels
 };
 
 }  // namespace tessera

@@ -55,8 +55,10 @@ Svg& Svg::line(double x1, double y1, double x2, double y2, std::string_view stro
   return *this;
 }
 
-Svg& Svg::polyline(const std::vector<std::pair<double, double>>& points, std::string_view stroke, double width) {
-  body_ << "<polyline fill=\"none\" stroke=\"" << escape_markup(stroke) << "\" stroke-width=\"" << number(width) << "\"" << points_attribute(points);
+Svg& Svg::polyline(const std::vector<std::pair<double, double>>& points, std::string_view stroke, double width, double dash, double period) {
+  body_ << "<polyline fill=\"none\" stroke=\"" << escape_markup(stroke) << "\" stroke-width=\"" << number(width) << "\"";
+  if (dash > 0) body_ << " stroke-dasharray=\"" << number(dash) << " " << number(period - dash) << "\"";
+  body_ << points_attribute(points);
   return end("polyline", {});
 }
 

@@ -22,7 +22,8 @@ class Svg {
 
   Svg& rect(double x, double y, double width, double height, std::string_view fill, std::string_view tooltip = {});
   Svg& line(double x1, double y1, double x2, double y2, std::string_view stroke = "#222222", double width = 1);
-  Svg& polyline(const std::vector<std::pair<double, double>>& points, std::string_view stroke, double width = 1.5);
+  /// `dash`: drawn are so many of every `period` pixels; 0: all of them.
+  Svg& polyline(const std::vector<std::pair<double, double>>& points, std::string_view stroke, double width = 1.5, double dash = 0, double period = 0);
   Svg& polygon(const std::vector<std::pair<double, double>>& points, std::string_view fill, std::string_view tooltip = {});
   Svg& text(double x, double y, std::string_view text, TextStyle style);
   Svg& text(double x, double y, std::string_view text);

@@ -83,9 +83,12 @@ struct Mesh::State {
 
   int rank_at(int place) const { return rank_of.empty() ? place : rank_of[static_cast<size_t>(place)]; }
 
-  std::vector<int> members(const std::vector<size_t>& along) const {
+  std::vector<int> members(const std::vector<size_t>& along) const { return members(along, coordinates); }
+
+  /// Of the rank at `place`.
+  std::vector<int> members(const std::vector<size_t>& along, const std::vector<int>& place) const {
     int origin = 0;
-    for (size_t i = 0; i < axes.size(); ++i) origin += std::ranges::count(along, i) > 0 ? 0 : coordinates[i] * strides[i];
+    for (size_t i = 0; i < axes.size(); ++i) origin += std::ranges::count(along, i) > 0 ? 0 : place[i] * strides[i];
     std::vector<int> ranks{origin};
     for (const auto i : along) {
       std::vector<int> longer;
@@ -168,6 +171,7 @@ int Mesh::world_rank(const std::vector<int>& coordinates) const {
 }
 
 std::vector<int> Mesh::members(const Axes& axes) const { return state_->members(state_->indices(axes)); }
+std::vector<int> Mesh::members(int world_rank, const Axes& axes) const { return state_->members(state_->indices(axes), coordinates(world_rank)); }
 const MeshShape& Mesh::shape() const { return state_->axes; }
 
 comm::Group Mesh::operator[](const Axes& axes) const {

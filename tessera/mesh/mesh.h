@@ -55,6 +55,8 @@ class Mesh {
   int world_rank(const std::vector<int>& coordinates) const;
   /// World ranks of this rank's group along `axes`, in group order.
   std::vector<int> members(const Axes& axes) const;
+  /// Of another rank's.
+  std::vector<int> members(int world_rank, const Axes& axes) const;
   const MeshShape& shape() const;
 
   comm::Group operator[](const Axes& axes) const;

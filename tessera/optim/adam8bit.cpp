@@ -66,7 +66,7 @@ Adam8bit::Adam8bit(std::vector<ParameterGroup> groups, AdamWOptions options, Who
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& [name, tensor, aliases] = parameters_[i];
     const Slice& slice = nn::slice_of(tensor);
-    if (slice.logical_numel() >= kLeastElements && !model_.looked_up.contains(name)) {
+    if (quantizes(name, slice.logical_numel(), model_)) {
       Quantized& mine = quantized_[i];
       mine.scales = {name, {blocks_of(slice)}, {}};
       mine.scales.boxes = blocks_held(element_runs(slice), mine.runs);

@@ -21,6 +21,10 @@ class Adam8bit : public Optimizer {
  public:
   /// Elements that a tensor has at least whose state is in 8 bits.
   static constexpr int64_t kLeastElements = 4096;
+  /// Whether the state of a parameter of so many elements, whole, is in 8 bits.
+  static bool quantizes(const std::string& name, int64_t elements, const WholeModel& model) {
+    return elements >= kLeastElements && !model.looked_up.contains(name);
+  }
 
   explicit Adam8bit(std::vector<ParameterGroup> groups, AdamWOptions options = {}, WholeModel model = {});
 

@@ -11,7 +11,15 @@
 namespace tessera::plan {
 namespace {
 
-double peak_of(const DryRun& run) { return static_cast<double>(total_of(largest_class(run).peak_bytes)); }
+/// Bytes of the rank that needs most: of tensors, and of its device.
+struct Memory {
+  double peak = 0, needed = 0;
+};
+
+Memory memory_of(const DryRun& run) {
+  const RankClass& most = largest_class(run);
+  return {static_cast<double>(total_of(most.peak_bytes)), static_cast<double>(needed_bytes(most))};
+}
 
 std::optional<double> seconds_of(const DryRun& run) { return run.time ? std::optional(run.time->seconds) : std::nullopt; }
 
@@ -27,28 +35,32 @@ double without_length(double whole, double parts) { return parts - (whole - part
 std::optional<Bounds> find_bounds(const Config& config, const DryRun& run, const DryRunOptions& options) {
   const Unknowns unknown = unknowns_of(config, run.world);
   if (!unknown.any()) return std::nullopt;
-  DryRunOptions each{.machine = options.machine, .alike_stages = true, .exact_ranks = options.exact_ranks, .progress = options.progress};
+  DryRunOptions each{
+      .machine = options.machine, .allocator = options.allocator, .alike_stages = true, .exact_ranks = options.exact_ranks, .progress = options.progress};
   const auto with = [&](int64_t documents, experts::DryLoad routed) {
     each.documents = documents, each.routed = routed;
     return dry_run(config, run.world, each);
   };
   Bounds bounds{.unknown = unknown, .highest_seconds = seconds_of(run)};
-  double lowest = peak_of(run), highest = lowest;
+  Memory lowest = memory_of(run), highest = lowest;
   std::optional<double> seconds = bounds.highest_seconds;
   if (unknown.routers) {
     const DryRun most = with(1, experts::DryLoad::Most);
-    highest = std::max(highest, peak_of(most));
+    highest = {std::max(highest.peak, memory_of(most).peak), std::max(highest.needed, memory_of(most).needed)};
     if (most.time) bounds.highest_seconds = std::max(*bounds.highest_seconds, most.time->seconds);
-    lowest = std::min(lowest, peak_of(with(1, experts::DryLoad::Fewest)));
+    const Memory fewest = memory_of(with(1, experts::DryLoad::Fewest));
+    lowest = {std::min(lowest.peak, fewest.peak), std::min(lowest.needed, fewest.needed)};
   }
   if (unknown.documents) {
     // Beside documents a rank may have padding alone, of which experts on other ranks get nothing, whatever the router.
     const DryRun parts = with(kShortDocuments, config.model.experts > 0 ? experts::DryLoad::Fewest : experts::DryLoad::Even);
-    lowest = std::min(lowest, without_length(lowest, peak_of(parts)));
+    const Memory cut = memory_of(parts);
+    lowest = {std::min(lowest.peak, without_length(lowest.peak, cut.peak)), std::min(lowest.needed, without_length(lowest.needed, cut.needed))};
     if (parts.time) seconds = std::min(*seconds, std::max(0.0, without_length(*seconds, parts.time->seconds)));
   }
   bounds.lowest_seconds = seconds;
-  bounds.lowest_peak = static_cast<int64_t>(lowest), bounds.highest_peak = static_cast<int64_t>(highest);
+  bounds.lowest_peak = static_cast<int64_t>(lowest.peak), bounds.highest_peak = static_cast<int64_t>(highest.peak);
+  bounds.lowest_needed = static_cast<int64_t>(lowest.needed), bounds.highest_needed = static_cast<int64_t>(highest.needed);
   return bounds;
 }
 
@@ -56,7 +68,9 @@ nlohmann::json to_json(const Bounds& bounds) {
   nlohmann::json unknown = nlohmann::json::array();
   if (bounds.unknown.documents) unknown.push_back("documents");
   if (bounds.unknown.routers) unknown.push_back("routers");
-  nlohmann::json json = {{"unknown", unknown}, {"peak_bytes", {{"lowest", bounds.lowest_peak}, {"highest", bounds.highest_peak}}}};
+  nlohmann::json json = {{"unknown", unknown},
+                         {"peak_bytes", {{"lowest", bounds.lowest_peak}, {"highest", bounds.highest_peak}}},
+                         {"needed_bytes", {{"lowest", bounds.lowest_needed}, {"highest", bounds.highest_needed}}}};
   if (bounds.lowest_seconds) json["step_s"] = {{"lowest", *bounds.lowest_seconds}, {"highest", *bounds.highest_seconds}};
   return json;
 }
@@ -65,11 +79,11 @@ std::string to_string(const Bounds& bounds, int64_t memory_limit) {
   std::string what;
   if (bounds.unknown.documents) what = "how long documents are (here each window is one)";
   if (bounds.unknown.routers) what += (what.empty() ? "" : " and ") + std::string("which ranks' experts routers choose (here all alike)");
-  std::string text = fmt::format("not known before it runs is {}: the rank that needs most needs {} to {}", what, format_bytes(bounds.lowest_peak),
-                                 format_bytes(bounds.highest_peak));
+  std::string text = fmt::format("not known before it runs is {}: the rank that needs most needs {} to {}", what, format_bytes(bounds.lowest_needed),
+                                 format_bytes(bounds.highest_needed));
   if (bounds.lowest_seconds)
     text += fmt::format(", and a step takes {} to {}", format_duration(*bounds.lowest_seconds), format_duration(*bounds.highest_seconds));
-  if (memory_limit > 0 && bounds.lowest_peak <= memory_limit && bounds.highest_peak > memory_limit) {
+  if (memory_limit > 0 && bounds.lowest_needed <= memory_limit && bounds.highest_needed > memory_limit) {
     text += fmt::format("; the limit of {} lies between", format_bytes(memory_limit));
   }
   return text + "\n";

@@ -22,7 +22,8 @@ Unknowns unknowns_of(const Config& config, int world);
 /// Between which the rank that needs most, and a step, come to lie, whatever documents and routers bring.
 struct Bounds {
   Unknowns unknown{};
-  int64_t lowest_peak = 0, highest_peak = 0;  ///< bytes
+  int64_t lowest_peak = 0, highest_peak = 0;      ///< bytes of tensors
+  int64_t lowest_needed = 0, highest_needed = 0;  ///< of the device (needed_bytes)
   std::optional<double> lowest_seconds{}, highest_seconds{};
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <tuple>
 
 #include "tessera/plan/read_events.h"
 
@@ -22,8 +23,17 @@ Placement placement_of(const std::vector<int>& world_ranks, int devices_per_host
   std::map<int, int> on_host;
   for (const int rank : world_ranks) ++on_host[rank / devices_per_host];
   Placement placement{.ranks = static_cast<int>(world_ranks.size()), .hosts = static_cast<int>(on_host.size())};
-  for (const auto& [host, ranks] : on_host) placement.per_host = std::max(placement.per_host, ranks);
+  placement.fewest = placement.ranks;
+  for (const auto& [host, ranks] : on_host) {
+    placement.per_host = std::max(placement.per_host, ranks);
+    placement.fewest = std::min(placement.fewest, ranks);
+  }
   return placement;
+}
+
+bool Placement::is_slower_than(const Placement& other) const {
+  if ((hosts > 1) != (other.hosts > 1)) return hosts > 1;
+  return std::tuple(-fewest, hosts) > std::tuple(-other.fewest, other.hosts);
 }
 
 CollectiveCost collective_cost(const CollectiveEvent& call, const Placement& placement, const Machine& machine) {
@@ -33,8 +43,13 @@ CollectiveCost collective_cost(const CollectiveEvent& call, const Placement& pla
     const LinkRates& link = across ? machine.across : machine.inside;
     return {.latency = link.latency, .transfer = static_cast<double>(call.bytes) / link.bandwidth, .across = across};
   }
-  const double slower = 1 + machine.across.contention * std::max(0, placement.hosts - 2);
-  const double bandwidth = across ? std::min(machine.inside.bandwidth, machine.across.bandwidth * placement.per_host / slower) : machine.inside.bandwidth;
+  const double link = machine.across.bandwidth / (1 + machine.across.contention * std::max(0, placement.hosts - 2));  // of each device
+  const auto sent = static_cast<double>(call.sent_bytes);
+  double transfer = sent / (across ? std::min(machine.inside.bandwidth, link * placement.fewest) : machine.inside.bandwidth);
+  if (across && call.op == "all_to_all") {
+    const double others = placement.ranks - 1;
+    transfer = std::max(sent * (placement.per_host - 1) / others / machine.inside.bandwidth, sent * (placement.ranks - placement.fewest) / others / link);
+  }
   const double passes = call.op == "all_reduce" ? 2 : 1;
   double latency = passes * (machine.inside.latency * levels(placement.per_host) + machine.across.latency * levels(placement.hosts));
   if (across && call.op != "all_to_all") {  // a ring goes through all ranks; of reductions to all, libraries take a tree where that is shorter
@@ -42,7 +57,7 @@ CollectiveCost collective_cost(const CollectiveEvent& call, const Placement& pla
         passes * ((placement.hosts - 1) * machine.across.hop + (placement.ranks - placement.hosts) * machine.inside.hop + machine.inside.latency);
     latency = call.op == "all_reduce" && call.sent_bytes < kTreeBytes ? std::min(ring, latency) : std::max(ring, latency);
   }
-  return {.latency = latency, .transfer = static_cast<double>(call.sent_bytes) / bandwidth, .across = across};
+  return {.latency = latency, .transfer = transfer, .across = across};
 }
 
 }  // namespace tessera::plan

@@ -12,6 +12,10 @@ struct Placement {
   int ranks = 1;
   int hosts = 1;
   int per_host = 1;  ///< on the host that has most of them
+  int fewest = 1;    ///< and on the one that has fewest
+
+  /// Whether a collective takes longer than in `other`, where as many ranks meet.
+  bool is_slower_than(const Placement& other) const;
 };
 Placement placement_of(const std::vector<int>& world_ranks, int devices_per_host);
 
@@ -24,7 +28,8 @@ struct CollectiveCost {
 };
 
 /// What a ring of the group's ranks sends, by the slowest of its links, and one latency a step, or, where a tree takes fewer, a level. A ring that enters a
-/// host leaves it by another device's link, so that `per_host` links carry it together.
+/// host leaves it by another device's link, so that as many links carry it as the group has ranks there: those of the host that has fewest. What each rank has
+/// for each other (all_to_all) goes over its own link where that lies on another host.
 CollectiveCost collective_cost(const CollectiveEvent& call, const Placement& placement, const Machine& machine);
 
 }  // namespace tessera::plan

@@ -62,7 +62,7 @@ std::vector<int64_t> counts_up_to(int64_t last) {
 }
 
 double value_of(const DryRun& run, const std::string& name) {
-  if (name == "memory") return static_cast<double>(total_of(largest_class(run).peak_bytes));
+  if (name == "memory") return static_cast<double>(needed_bytes(largest_class(run)));
   if (run.time) return run.time->seconds;
   int64_t most = 0;
   for (const RankClass& ranks : run.ranks) {
@@ -175,7 +175,7 @@ bool has_idle_ranks(const Config& config, int world) {
 /// What a panel has of each line at each x. `refusal` is the last one.
 Curves::Panel run_panel(const Config& config, const Asked& asked, const std::string& name, const CurveOptions& options, std::string& refusal) {
   Curves::Panel panel{.title = asked.title, .x = asked.x, .unit = asked.unit};
-  DryRunOptions dry{.alike_stages = true, .exact_ranks = 0};
+  DryRunOptions dry{.allocator = options.allocator, .alike_stages = true, .exact_ranks = 0};
   if (asked.unit == Curves::Unit::Seconds) dry.machine = options.machine;
   for (const Way& way : asked.ways) {
     Curves::Line line{.name = way.name};
@@ -203,6 +203,12 @@ std::string cell_of(const Curves::Panel& panel, double value) {
 }
 
 std::string_view name_of(Curves::Unit unit) { return unit == Curves::Unit::Seconds ? "seconds" : unit == Curves::Unit::Bytes ? "bytes" : "tokens_per_second"; }
+
+std::string upwards(const Curves& curves, Curves::Unit unit) {
+  if (unit == Curves::Unit::Seconds) return "time of a step";
+  if (unit == Curves::Unit::TokensPerSecond) return "tokens per second";
+  return curves.name == "traffic" ? "bytes sent" : "peak memory";
+}
 
 std::set<double> columns_of(const Curves::Panel& panel) {
   std::set<double> at;
@@ -279,8 +285,8 @@ std::string svg_of(const Curves& curves) {
   std::vector<std::string> names;
   double left = margin;
   for (const Curves::Panel& panel : curves.panels) {
-    LogPlot::Axis x{.base = 2, .label = [](double value) { return fmt::format("{:.0f}", value); }, .most_ticks = 9};
-    LogPlot::Axis y{.base = 2, .label = [&](double value) { return cell_of(panel, value); }, .most_ticks = 8};
+    LogPlot::Axis x{.base = 2, .label = [](double value) { return fmt::format("{:.0f}", value); }, .most_ticks = 9, .name = panel.x};
+    LogPlot::Axis y{.base = 2, .label = [&](double value) { return cell_of(panel, value); }, .most_ticks = 8, .name = upwards(curves, panel.unit)};
     for (const auto& line : panel.lines) {
       std::ranges::transform(line.points, std::back_inserter(x.values), &std::pair<double, double>::first);
       std::ranges::transform(line.points, std::back_inserter(y.values), &std::pair<double, double>::second);

@@ -54,6 +54,8 @@ Device parse_device(const std::string& text, const std::string& origin) {
   device.memory_bytes = 1e9 * file.needed("memory_gb");
   require(device.memory_bytes >= 1, file.shown("memory_gb"), ": expected at least a byte, 1e-9");  // less would be no limit
   device.memory_bytes_per_s = 1e9 * file.needed("memory_gb_per_s");
+  device.context_bytes = 1e9 * file.number_or_none("context_gb").value_or(0);
+  require(device.context_bytes < device.memory_bytes, file.shown("context_gb"), ": expected less than memory_gb, of which it is a part");
   device.power_w = file.number("power_w");
   device.held_to_w = file.number("held_to_w");
   require(!device.held_to_w || (device.power_w && *device.held_to_w > 0 && *device.held_to_w <= *device.power_w), file.shown("held_to_w"),
@@ -88,8 +90,8 @@ Device parse_device(const std::string& text, const std::string& origin) {
   if (auto sources = file.table("sources")) {
     for (const std::string& key : sources->keys()) device.sources[key] = sources->text(key);
   }
-  file.end({"name", "year", "memory_gb", "memory_gb_per_s", "power_w", "held_to_w", "devices_per_node", "tflops", "inside", "between", "host", "reaches",
-            "sources"});
+  file.end({"name", "year", "memory_gb", "memory_gb_per_s", "context_gb", "power_w", "held_to_w", "devices_per_node", "tflops", "inside", "between", "host",
+            "reaches", "sources"});
   return device;
 }
 
@@ -102,6 +104,7 @@ std::string to_toml(const Device& device) {
   const auto figure = [](double value) { return fmt::format("{:.6g}", value); };
   std::string text = "name = " + quoted(device.name) + (device.year ? fmt::format("\nyear = {}", *device.year) : "") +
                      "\nmemory_gb = " + figure(device.memory_bytes / 1e9) + "\nmemory_gb_per_s = " + figure(device.memory_bytes_per_s / 1e9) + "\n";
+  if (device.context_bytes > 0) text += "context_gb = " + figure(device.context_bytes / 1e9) + "\n";
   if (device.power_w) text += "power_w = " + figure(*device.power_w) + "\n";
   if (device.held_to_w) text += "held_to_w = " + figure(*device.held_to_w) + "\n";
   text += fmt::format("devices_per_node = {}\n\n[tflops]\n", device.devices_per_node);

@@ -30,6 +30,7 @@ struct Device {
   std::optional<int> year{};  ///< of its introduction: generations in pictures
   double memory_bytes = 0;
   double memory_bytes_per_s = 0;
+  double context_bytes = 0;  ///< of its memory, that a program takes beside tensors: code of kernels, workspaces of libraries, buffers of collectives
   std::optional<double> power_w{};
   std::optional<double> held_to_w{};  ///< of a device that its owner lets draw less: clocks follow the cube root of the power
   std::optional<double> drawn_w() const { return held_to_w ? held_to_w : power_w; }

@@ -17,6 +17,7 @@
 #include "tessera/core/format.h"
 #include "tessera/data/loader.h"
 #include "tessera/layout/slice.h"
+#include "tessera/memory/memory_events.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/positions.h"
 #include "tessera/mesh/roles.h"
@@ -25,6 +26,7 @@
 #include "tessera/nn/record_events.h"
 #include "tessera/plan/agreement.h"
 #include "tessera/plan/alike_stages.h"
+#include "tessera/plan/caching_allocator.h"
 #include "tessera/plan/cpu_memory.h"
 #include "tessera/plan/operator_time.h"
 #include "tessera/plan/rehearsal.h"
@@ -94,6 +96,7 @@ struct Trace {
   std::vector<pipeline::Leg> legs;  ///< of a step that was run
   std::vector<std::string> channels;
   RankClass ranks;                 ///< what needs no events
+  Events beginning;                ///< memory that is held before the first step
   std::set<std::string> stood_in;  ///< operators without a meta kernel
   std::vector<DryStep> steps;
 };
@@ -108,14 +111,32 @@ std::optional<Rehearsal> rehearsal_of(const Config& config, const data::StepBatc
                             {run.channels.ahead.name(), run.channels.back.name()}, /*neighbours=*/config.zero.stage >= 2);
 }
 
+/// Of the groups along `axes` in which `ranks` are, the one whose members lie worst: ranks that do the same wait for the slowest of them.
+Placement worst_placed(const Mesh& grid, const Axes& axes, const std::vector<int>& ranks, int per_host) {
+  std::optional<Placement> worst;
+  std::vector<bool> known;
+  for (const int rank : ranks) {
+    if (static_cast<size_t>(rank) < known.size() && known[static_cast<size_t>(rank)]) continue;
+    const std::vector<int> members = grid.members(rank, axes);
+    for (const int member : members) {
+      if (static_cast<size_t>(member) >= known.size()) known.resize(2 * static_cast<size_t>(member) + 1);
+      known[static_cast<size_t>(member)] = true;
+    }
+    const Placement placement = placement_of(members, per_host);
+    if (!worst || placement.is_slower_than(*worst)) worst = placement;
+  }
+  return worst.value();
+}
+
 /// "dp_shard+tp", of this grid or of the experts', or with the name of a further group of the same ranks behind a dot; the world for what names no axes.
-std::function<Placement(const std::string&)> groups_placed(const Config& config, const Mesh& mesh, const Machine& machine) {
-  return [mesh, config, per_host = machine.devices_per_host](const std::string& group) {
+/// `ranks`: which all do what this one does.
+std::function<Placement(const std::string&)> groups_placed(const Config& config, const Mesh& mesh, const Machine& machine, const std::vector<int>& ranks) {
+  return [mesh, config, &ranks, per_host = machine.devices_per_host](const std::string& group) {
     const std::vector<std::string> axes = axes_in(group.substr(0, group.find('.')));
     const auto has_all = [&](const Mesh& grid) { return std::ranges::all_of(axes, [&](const auto& axis) { return grid.has(axis); }); };
-    if (has_all(mesh)) return placement_of(mesh.members(axes), per_host);
+    if (has_all(mesh)) return worst_placed(mesh, axes, ranks, per_host);
     if (deals_experts(config, mesh.shape())) {
-      if (const Mesh experts = expert_mesh(config, mesh); has_all(experts)) return placement_of(experts.members(axes), per_host);
+      if (const Mesh experts = expert_mesh(config, mesh); has_all(experts)) return worst_placed(experts, axes, ranks, per_host);
     }
     return placement_of(mesh.members(mesh_roles(config).world), per_host);
   };
@@ -129,13 +150,17 @@ std::vector<std::string> channel_names(const Composition& run) {
 /// Reads what there is to say of a rank from its dry steps, one after the other.
 class StepsReader {
  public:
-  /// `known`: what needs no events. `rehearsal`: of this rank, null where its steps are whole.
-  StepsReader(const Config& config, const Mesh& mesh, const PipelinePlan& pipeline, const DryRunOptions& options, const Rehearsal* rehearsal,
-              std::vector<std::string> channels, RankClass known)
-      : config_(config), mesh_(mesh), options_(options), rehearsal_(rehearsal), channels_(std::move(channels)) {
+  /// `alike`: the ranks that do what it does. `known`: what needs no events. `beginning`: before the steps. `rehearsal`: of this rank, null where its steps are
+  /// whole.
+  StepsReader(const Config& config, const Mesh& mesh, const std::vector<int>& alike, const PipelinePlan& pipeline, const DryRunOptions& options,
+              const Rehearsal* rehearsal, std::vector<std::string> channels, RankClass known, const Events& beginning)
+      : config_(config), mesh_(mesh), alike_(alike), options_(options), rehearsal_(rehearsal), channels_(std::move(channels)) {
+    if (options.allocator) allocator_.emplace(options.allocator->within);
+    if (allocator_) std::ranges::for_each(beginning, [&](const Event& event) { allocator_->read(event); });
     run_.ranks = std::move(known);
     run_.ranks.pipeline_rank = mesh.rank(mesh_roles(config).stages);
     share_ = pipeline.model_share_of(run_.ranks.pipeline_rank);
+    in_flight_ = pipeline.stages.size() > 1;
   }
 
   double flops(double tokens) const {
@@ -148,11 +173,12 @@ class StepsReader {
     EventReader of_step(step.before);
     std::optional<RankClock> clock;
     if (options_.machine && last) {
-      clock.emplace(*options_.machine, groups_placed(config_, mesh_, *options_.machine), channels_, config_.offload.delayed_update);
+      clock.emplace(*options_.machine, groups_placed(config_, mesh_, *options_.machine, alike_), channels_, config_.offload.delayed_update);
     }
     StepHistory history(step.before.device);
     const auto read = [&](const Event& event) {
       of_step.read(event);
+      if (allocator_ && in_flight_) allocator_->read(event);
       if (last) count_guess(event);
       if (clock) clock->read(event);
       if (options_.history && last) history.read(event, of_step.alive().device, clock ? std::optional(clock->now()) : std::nullopt);
@@ -163,6 +189,8 @@ class StepsReader {
       std::ranges::for_each(step.shown, read);
     }
     if (clock) result.time = clock->time();
+    if (allocator_ && !in_flight_) std::ranges::for_each(step.shown, [&](const Event& event) { allocator_->read(event); });
+    if (allocator_) result.reserved_bytes = allocator_->peak();
     if (last) keep_guesses();
     if (options_.history && last) result.history = std::move(history).take();
     run_.consistent = run_.consistent && of_step.alive() == step.after;
@@ -212,15 +240,18 @@ class StepsReader {
     result.recomputed_flops = of_step.recomputed_flops();
     result.collectives = collectives_of(run_.events);
     if (!options_.machine) return;
-    const auto place = groups_placed(config_, mesh_, *options_.machine);
+    const auto place = groups_placed(config_, mesh_, *options_.machine, alike_);
     for (const auto& sum : result.collectives) result.places.try_emplace(sum.axis, place(sum.axis));
   }
 
   const Config& config_;
   const Mesh& mesh_;
+  const std::vector<int>& alike_;
   const DryRunOptions& options_;
   const Rehearsal* rehearsal_;
   std::vector<std::string> channels_;
+  std::optional<CachingAllocator> allocator_;
+  bool in_flight_ = false;  ///< several micro-batches may be: how many, only the whole step says; else as many as are shown do to the allocator what all do
   RankRun run_;
   std::unordered_map<std::string, bool> costs_;  ///< of operators, whether they are known
   std::map<std::string, GuessedOperator> guessed_;
@@ -257,15 +288,38 @@ double targets_of(const Config& config, const data::MicroBatch& micro) {
   return static_cast<double>(micro.valid_tokens * config.batch.micro_size * config.data.seq_len) / static_cast<double>(micro.rows * micro.cut->length);
 }
 
+/// Of memory that was taken while a model was made, what is held when it is done, in the order in which it came. The rest a run never has on its device: there
+/// the whole model is made on meta, as here all is.
+Events still_held(const Events& events) {
+  std::map<int64_t, size_t> taken;
+  for (size_t i = 0; i < events.size(); ++i) {
+    const auto* change = std::get_if<MemoryChange>(&events[i].what);
+    if (change == nullptr || events[i].writes.empty()) continue;
+    if (change->bytes > 0) {
+      taken[events[i].writes.front()] = i;
+    } else {
+      taken.erase(events[i].writes.front());
+    }
+  }
+  Events held;
+  for (const auto& [id, i] : taken) held.push_back(events[i]);
+  return held;
+}
+
 /// As `pipeline` deals the model's FLOPs to the stages. What its steps have shown goes to `trace`, if it is given.
-RankRun run_rank(const Config& config, int world_size, int rank, const PipelinePlan& pipeline, const DryRunOptions& options, DryRunProgress progress,
-                 Trace* trace = nullptr) {
+RankRun run_rank(const Config& config, int world_size, int rank, const std::vector<int>& alike, const PipelinePlan& pipeline, const DryRunOptions& options,
+                 DryRunProgress progress, Trace* trace = nullptr) {
   auto world = comm::World::dry(world_size, rank, std::make_shared<comm::Recorder>(), comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
   MemoryTracker memory;
   memory.keep_details(options.largest);
   RankScope scope(config, 1, memory);
+  EventStream before_steps;
+  std::optional<MemoryEvents> of_allocations;
+  if (options.allocator) of_allocations.emplace(before_steps);
   Stepper stepper(config, mesh, at::kMeta, scope);
+  of_allocations.reset();
+  Events beginning = still_held(before_steps.take());
   const auto stand_ins = std::make_shared<StandIns>();
   const nn::OperatorScope standing_in(stand_ins);
   const nn::OperatorScope taking(std::make_shared<CpuMemory>());
@@ -291,7 +345,7 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
     if (step == 1) {
       known.micro_batches = static_cast<int64_t>(batch.micro_batches.size());
       rehearsal = rehearsal_of(config, batch, stepper.run(), options);
-      reader.emplace(config, mesh, pipeline, options, rehearsal ? &*rehearsal : nullptr, channel_names(stepper.run()), known);
+      reader.emplace(config, mesh, alike, pipeline, options, rehearsal ? &*rehearsal : nullptr, channel_names(stepper.run()), known, beginning);
     }
     const int run_of_them = rehearsal ? rehearsal->micro_batches : 0;
     if (step == 1) expected_flops = reader->flops(taken.tokens) * (rehearsal ? run_of_them / static_cast<double>(known.micro_batches) : 1);
@@ -319,14 +373,15 @@ RankRun run_rank(const Config& config, int world_size, int rank, const PipelineP
     trace->legs = std::move(rehearsal->shown);
     trace->channels = channel_names(stepper.run());
     trace->ranks = std::move(known);
+    trace->beginning = std::move(beginning);
     trace->stood_in = stand_ins->names();
   }
   return run;
 }
 
 /// The same of a rank between the ends of a pipeline, from the trace of another that holds as many layers: nothing is run. Nothing where it does another thing.
-std::optional<RankRun> read_rank(const Config& config, int world_size, int rank, const PipelinePlan& pipeline, const DryRunOptions& options,
-                                 const Trace& trace) {
+std::optional<RankRun> read_rank(const Config& config, int world_size, int rank, const std::vector<int>& alike, const PipelinePlan& pipeline,
+                                 const DryRunOptions& options, const Trace& trace) {
   auto world = comm::World::dry(world_size, rank, std::make_shared<comm::Recorder>(), comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
   const Axes stages = mesh_roles(config).stages;
@@ -334,7 +389,7 @@ std::optional<RankRun> read_rank(const Config& config, int world_size, int rank,
   const auto rehearsal = shortest_rehearsal(schedule_maker(config, mesh.size(stages)), static_cast<int>(trace.ranks.micro_batches), stage, trace.channels,
                                             /*neighbours=*/config.zero.stage >= 2);
   if (!rehearsal || !same_legs(trace.legs, pipeline.stages_of(trace.stage), rehearsal->shown, pipeline.stages_of(stage))) return std::nullopt;
-  StepsReader reader(config, mesh, pipeline, options, &*rehearsal, trace.channels, trace.ranks);
+  StepsReader reader(config, mesh, alike, pipeline, options, &*rehearsal, trace.channels, trace.ranks, trace.beginning);
   for (const DryStep& step : trace.steps) reader.read(step, &step == &trace.steps.back());
   RankRun run = std::move(reader).take();
   name_stand_ins(run.ranks, trace.stood_in);
@@ -367,6 +422,7 @@ nlohmann::json to_json(const RankClass& ranks, const PipelinePlan& pipeline) {
                          {"micro_batches", ranks.micro_batches},
                          {"parameters", ranks.parameters},
                          {"peak_bytes", to_json(ranks.peak_bytes)},
+                         {"reserved_bytes", ranks.reserved_bytes},
                          {"host_bytes", to_json(ranks.host_bytes)},
                          {"disk_bytes", ranks.disk_bytes},
                          {"collectives", collectives},
@@ -437,9 +493,56 @@ RankClass moved(RankClass ranks, int to, const PipelinePlan& pipeline) {
   return ranks;
 }
 
+/// "fp32", of libtorch's "Float"; what has no name among our formats keeps its own.
+std::string format_name(const std::string& dtype) {
+  static const std::map<std::string, std::string> names{{"Float", "fp32"}, {"BFloat16", "bf16"},      {"Half", "fp16"}, {"Double", "fp64"},
+                                                        {"Long", "int64"}, {"Float8_e4m3fn", "e4m3"}, {"Int", "int32"}, {"Byte", "uint8"}};
+  const auto known = names.find(dtype);
+  return known == names.end() ? dtype : known->second;
+}
+
+/// What a rank does and needs, without saying which ranks these are.
+std::string text_of(const RankClass& ranks, const PipelinePlan& pipeline) {
+  const std::string again = ranks.recomputed_flops > 0 ? fmt::format(", {}FLOP of them again", format_count(ranks.recomputed_flops)) : std::string();
+  std::string out = fmt::format("{} micro-batch{} a step, {}FLOP of the model ({}FLOP are run{})\n", ranks.micro_batches, ranks.micro_batches == 1 ? "" : "es",
+                                format_count(ranks.flops), format_count(ranks.hardware_flops), again);
+  if (pipeline.stages.size() > 1) out += fmt::format("  {}\n", holding_of(pipeline, ranks.pipeline_rank));
+  const bool beside = total_of(ranks.host_bytes) > 0;
+  const auto row = [&](std::string_view name, int64_t device, int64_t host, std::string_view remark) {
+    return fmt::format("  {:<12}{:>12}{}{}\n", name, format_bytes(device), beside ? fmt::format("{:>12}", format_bytes(host)) : "", remark);
+  };
+  for (int c = 0; c < num_memory_categories; ++c) out += row(to_string(static_cast<MemoryCategory>(c)), ranks.peak_bytes[c], ranks.host_bytes[c], "");
+  out += row("total", total_of(ranks.peak_bytes), total_of(ranks.host_bytes), beside ? "  at the peak, and on the host" : "  at the peak");
+  if (ranks.reserved_bytes > 0) out += fmt::format("  {:<12}{:>12}  by the device's allocator, for those\n", "reserved", format_bytes(ranks.reserved_bytes));
+  if (ranks.disk_bytes > 0) out += fmt::format("  {:<12}{:>12}  on disk, in offload.dir\n", "files", format_bytes(ranks.disk_bytes));
+  if (!ranks.collectives.empty()) {
+    out += fmt::format("  {:<16}{:<24}{:>6}   {:<7}{:>12}  {:>12}\n", "collectives", "over", "calls", "format", "of tensors", "sent");
+  }
+  for (const CollectiveSum& c : ranks.collectives) {
+    out += fmt::format("  {:<16}{:<24}{:>6} x {:<7}{:>12}  {:>12}\n", c.op, c.axis, c.count, format_name(c.dtype), format_bytes(c.bytes),
+                       format_bytes(c.sent_bytes));
+  }
+  return out;
+}
+
+/// Whether it fits, and by how much.
+std::string verdict_text(const DryRun& run) {
+  const RankClass& most = largest_class(run);
+  const std::string verdict = run.fits() ? "fits" : "does not fit", limit = format_bytes(run.memory_limit);
+  if (most.reserved_bytes == 0) {
+    return fmt::format("{} run.memory_limit_bytes = {}: {} of {} on the rank that needs most", verdict, run.memory_limit, format_bytes(needed_bytes(most)),
+                       limit);
+  }
+  return fmt::format(
+      "{}: {} of the {} {}, on the rank that needs most ({} of tensors, the rest held by its allocator)", verdict, format_bytes(needed_bytes(most)), limit,
+      !run.allocator || run.allocator->all ? "that the device has beside its context" : "of run.memory_limit_bytes", format_bytes(total_of(most.peak_bytes)));
+}
+
 }  // namespace
 
-bool DryRun::fits() const { return memory_limit == 0 || total_of(largest_class(*this).peak_bytes) <= memory_limit; }
+bool DryRun::fits() const { return memory_limit == 0 || needed_bytes(largest_class(*this)) <= memory_limit; }
+
+int64_t needed_bytes(const RankClass& ranks) { return std::max(ranks.reserved_bytes, total_of(ranks.peak_bytes)); }
 
 std::string guesses_of(const DryRun& run) {
   std::map<std::string, GuessedOperator> most;  // of the class that runs it most often
@@ -459,10 +562,7 @@ std::string guesses_of(const DryRun& run) {
   return share + "what these operators take is not known, and counted as the bytes that they read and write: " + names;
 }
 
-const RankClass& largest_class(const DryRun& run) {
-  return *std::max_element(run.ranks.begin(), run.ranks.end(),
-                           [](const RankClass& a, const RankClass& b) { return total_of(a.peak_bytes) < total_of(b.peak_bytes); });
-}
+const RankClass& largest_class(const DryRun& run) { return *std::ranges::max_element(run.ranks, std::ranges::less(), needed_bytes); }
 
 DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   Config config = asked;
@@ -470,6 +570,7 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   DryRun run;
   run.world = world;
   run.memory_limit = config.run.memory_limit_bytes;
+  run.allocator = options.allocator;
   run.batch = effective_batch(config, world);
   run.tokens_per_step = config.batch.global_size * config.data.seq_len;
   run.parameters = num_parameters(config.model);
@@ -488,18 +589,25 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   std::map<StageKind, size_t> known;
   const StageKinds kinds(run.pipeline, shape, mesh_roles(config).stages);
   std::multimap<StageKind, Trace> traces;
+  std::map<StageKind, std::vector<int>> of_kind;  // ranks for all of which one class stands
+  for (const auto& members : classes) {
+    if (const auto kind = kinds(members.front()); options.alike_stages && kind) {
+      auto& all = of_kind[*kind];
+      all.insert(all.end(), members.begin(), members.end());
+    }
+  }
   const bool share = options.share_traces && !options.told && !options.events && options.rehearse && treats_layers_alike(config);
   const Config short_run = shortened(config);
   const auto config_of = [&](int rank) { return options.told ? options.told(short_run, rank) : short_run; };
-  const auto of_class = [&](int rank, const std::optional<StageKind>& kind) {
+  const auto of_class = [&](int rank, const std::vector<int>& alike, const std::optional<StageKind>& kind) {
     if (share && kind) {
       for (auto [at, end] = traces.equal_range(*kind); at != end; ++at) {
-        if (auto one = read_rank(short_run, world, rank, run.pipeline, options, at->second); one && one->consistent) return std::move(*one);
+        if (auto one = read_rank(short_run, world, rank, alike, run.pipeline, options, at->second); one && one->consistent) return std::move(*one);
       }
     }
     Trace trace;
-    RankRun one = run_rank(config_of(rank), world, rank, run.pipeline, options, progress, share && kind ? &trace : nullptr);
-    if (!one.consistent) return run_rank(config_of(rank), world, rank, run.pipeline, whole, progress);
+    RankRun one = run_rank(config_of(rank), world, rank, alike, run.pipeline, options, progress, share && kind ? &trace : nullptr);
+    if (!one.consistent) return run_rank(config_of(rank), world, rank, alike, run.pipeline, whole, progress);
     if (!trace.steps.empty()) traces.emplace(*kind, std::move(trace));
     return one;
   };
@@ -513,7 +621,8 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
       continue;
     }
     if (kind) known.try_emplace(*kind, run.ranks.size());
-    RankRun one = of_class(members.front(), kind);
+    const auto stands_for = kind ? of_kind.find(*kind) : of_kind.end();
+    RankRun one = of_class(members.front(), stands_for == of_kind.end() ? members : stands_for->second, kind);
     agreement.add(members, one.events);
     RankClass ranks = std::move(one.ranks);
     if (options.events) ranks.events = std::move(one.events);
@@ -532,7 +641,9 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   require(problem.empty(), "mesh: ranks of this layout would wait for each other in vain: ", problem,
           "; choose another layout, for no run of this one would end (and say so to tessera's authors)");
   try {
-    validate(config, world, Purpose::Train);
+    Config runnable = config;
+    if (options.text_to_come && runnable.data.files.empty()) runnable.data.files = {"text"};
+    validate(runnable, world, Purpose::Train);
   } catch (const ConfigError& e) {
     run.remarks.emplace_back(e.what());
   }
@@ -571,28 +682,19 @@ std::string to_string(const DryRun& run) {
                                 count(run.tokens_per_step));
   out += to_string(run.batch);
   for (const auto& remark : run.remarks) out += fmt::format("train would refuse this: {}\n", remark);
-  if (run.memory_limit > 0) out += fmt::format("{} run.memory_limit_bytes = {}\n", run.fits() ? "fits" : "does not fit", run.memory_limit);
+  if (run.memory_limit > 0) out += verdict_text(run) + "\n";
   if (run.time) out += to_string(*run.time);
   if (const std::string guesses = guesses_of(run); !guesses.empty()) out += guesses + "\n";
   out += to_string(run.pipeline);
-  for (const auto& ranks : run.ranks) {
-    const std::string again = ranks.recomputed_flops > 0 ? fmt::format(" ({}FLOP of them again)", format_count(ranks.recomputed_flops)) : std::string();
-    out += fmt::format("\n{} rank{} like rank {}: {} micro-batch{}, {}FLOP a step, {}FLOP run{}\n", ranks.count, ranks.count == 1 ? "" : "s",
-                       ranks.examples.front(), ranks.micro_batches, ranks.micro_batches == 1 ? "" : "es", format_count(ranks.flops),
-                       format_count(ranks.hardware_flops), again);
-    if (run.pipeline.stages.size() > 1) out += fmt::format("  {}\n", holding_of(run.pipeline, ranks.pipeline_rank));
-    const bool beside = total_of(ranks.host_bytes) > 0;
-    const auto row = [&](std::string_view name, int64_t device, int64_t host, std::string_view remark) {
-      return fmt::format("  {:<12}{:>12}{}{}\n", name, format_bytes(device), beside ? fmt::format("{:>12}", format_bytes(host)) : "", remark);
-    };
-    for (int c = 0; c < num_memory_categories; ++c) {
-      out += row(to_string(static_cast<MemoryCategory>(c)), ranks.peak_bytes[c], ranks.host_bytes[c], "");
-    }
-    out += row("total", total_of(ranks.peak_bytes), total_of(ranks.host_bytes), beside ? "  at the peak, and on the host" : "  at the peak");
-    if (ranks.disk_bytes > 0) out += fmt::format("  {:<12}{:>12}  on disk, in offload.dir\n", "files", format_bytes(ranks.disk_bytes));
-    for (const auto& c : ranks.collectives)
-      out +=
-          fmt::format("  {:<16}{:<24}{:>6} x {:<10}{:>12}  {:>12} sent\n", c.op, c.axis, c.count, c.dtype, format_bytes(c.bytes), format_bytes(c.sent_bytes));
+  std::vector<std::pair<const RankClass*, int64_t>> shown;  // with the ranks of all classes that read alike
+  std::map<std::string, size_t> known;
+  for (const RankClass& ranks : run.ranks) {
+    const auto [at, fresh] = known.try_emplace(text_of(ranks, run.pipeline), shown.size());
+    if (fresh) shown.emplace_back(&ranks, 0);
+    shown[at->second].second += ranks.count;
+  }
+  for (const auto& [ranks, alike] : shown) {
+    out += fmt::format("\n{} rank{} like rank {}: {}", alike, alike == 1 ? "" : "s", ranks->examples.front(), text_of(*ranks, run.pipeline));
   }
   return out;
 }

@@ -37,6 +37,7 @@ struct RankClass {
   int pipeline_rank = 0;                    ///< along mesh.pp
   int64_t parameters = 0;                   ///< elements held
   MemoryByCategory peak_bytes{};            ///< at the moment of the largest total over the dry steps
+  int64_t reserved_bytes = 0;               ///< what the device's allocator takes for those, at its most (DryRunOptions::allocator); 0: it is not asked
   MemoryByCategory host_bytes{};            ///< beside the device (offload), when most was there
   int64_t disk_bytes = 0;                   ///< of files in offload.dir
   std::vector<MemoryBlock> largest;         ///< alive then, the largest first (DryRunOptions::largest)
@@ -50,6 +51,12 @@ struct RankClass {
   RankTime time;                            ///< of one step (DryRunOptions::machine)
   std::map<std::string, Placement> places;  ///< where the ranks of each group lie (the same)
   MemoryHistory history;                    ///< of one step (DryRunOptions::history)
+};
+
+/// An accelerator's allocator, which keeps what it took (caching_allocator.h).
+struct DeviceAllocator {
+  int64_t within = 0;  ///< bytes that it may take, before which it gives back what is free; 0: no limit
+  bool all = true;     ///< that is what the device has for it; else less, by run.memory_limit_bytes
 };
 
 /// How many sequences make up a step: those of a forward pass, times the ranks that are dealt others, times their passes.
@@ -68,8 +75,9 @@ struct DryRun {
   int64_t parameters = 0;         ///< of the whole model, tied ones once
   int64_t active_parameters = 0;  ///< of those, what one token meets: not the experts that it does not visit
   std::vector<RankClass> ranks;
-  std::vector<std::string> remarks;  ///< what `train` would refuse, and why
-  int64_t memory_limit = 0;          ///< run.memory_limit_bytes; 0: none
+  std::vector<std::string> remarks;          ///< what `train` would refuse, and why
+  int64_t memory_limit = 0;                  ///< run.memory_limit_bytes; 0: none
+  std::optional<DeviceAllocator> allocator;  ///< DryRunOptions::allocator
   PipelinePlan pipeline;
   std::optional<StepTime> time;  ///< DryRunOptions::machine
 
@@ -85,14 +93,16 @@ struct DryRunProgress {
 };
 
 struct DryRunOptions {
-  bool largest = false;              ///< the largest tensors at the peak, too, for some 2 us an operator
-  bool events = false;               ///< all that a step does, too
-  std::optional<Machine> machine{};  ///< what a step takes on it, too
-  bool history = false;              ///< what is alive over the step, too, in seconds of the machine, or else in operators (step_history.h)
-  bool alike_stages = false;         ///< of the ranks between the first and the last of a pipeline that hold as much, the first stands for all
-  bool share_traces = true;          ///< of those that do the same, one is run, and what the others do is told from it: no number differs
-  int exact_ranks = kExactRanks;     ///< in worlds of so many ranks, those that hold a row more or less are told apart (rank_classes.h); 0: in none
-  int64_t documents = 1;             ///< of each packed window; attention takes least memory where they are short, and 1, the whole window, is most
+  bool largest = false;                        ///< the largest tensors at the peak, too, for some 2 us an operator
+  bool events = false;                         ///< all that a step does, too
+  std::optional<Machine> machine{};            ///< what a step takes on it, too
+  std::optional<DeviceAllocator> allocator{};  ///< what it reserves, too
+  bool history = false;                        ///< what is alive over the step, too, in seconds of the machine, or else in operators (step_history.h)
+  bool text_to_come = false;                   ///< data.files may be empty, as a preset's: no remark says that `train` refuses it
+  bool alike_stages = false;                   ///< of the ranks between the first and the last of a pipeline that hold as much, the first stands for all
+  bool share_traces = true;                    ///< of those that do the same, one is run, and what the others do is told from it: no number differs
+  int exact_ranks = kExactRanks;               ///< in worlds of so many ranks, those that hold a row more or less are told apart (rank_classes.h); 0: in none
+  int64_t documents = 1;                       ///< of each packed window; attention takes least memory where they are short, and 1, the whole window, is most
   experts::DryLoad routed = experts::DryLoad::Even;                ///< what routers send to experts that are dealt over ranks
   bool rehearse = true;                                            ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
   std::function<Config(const Config& config, int rank)> told{};    ///< what a rank is told otherwise, of which a plan says whether the others would wait for it
@@ -107,6 +117,9 @@ struct DryRunOptions {
 /// Cost: milliseconds a layer, micro-batch and class, and some 100 ns a rank of the world; no memory to speak of.
 /// run.memory_limit_bytes refuses nothing here: what a run needs is asked, not whether it gets it.
 DryRun dry_run(const Config& config, int world, const DryRunOptions& options = {});
+
+/// What the rank needs of its device at the most: what its allocator reserves where that was asked for, else the tensors alive.
+int64_t needed_bytes(const RankClass& ranks);
 
 /// The class whose ranks need most.
 const RankClass& largest_class(const DryRun& run);

@@ -16,6 +16,49 @@
 namespace tessera::plan {
 namespace {
 
+// Those without a source are guesses, and good enough for an order: no machine was measured for them.
+
+// Numbers that a layer keeps for backward, for each of the stream's dim: 34 bytes of two-byte numbers (Korthikanti et al.), whose scores fused attention does
+// not keep. LLaMA's third product keeps one more of its width.
+constexpr double kKeptOfLayer = 17;
+constexpr double kKeptOfGate = 1;
+// Of a mixture: without the feed-forward network; what each chosen expert takes and gives back; and of its width, in three products.
+constexpr double kKeptOutsideOfExperts = 9;
+constexpr double kKeptOfExpert = 2;
+constexpr double kKeptOfExpertWidth = 3;
+// What V schedules keep of 1F1B's micro-batches in flight (Qi et al., arXiv:2405.15362).
+constexpr double kVHalf = 2;
+constexpr double kVMin = 3;
+
+// FLOPs of a parameter and token: two in forward, two for its input's gradient, two for its own.
+constexpr double kFlops = 6;
+constexpr double kFlopsWhereFrozen = 4;
+constexpr double kFlopsOfAttention = 6;    // of a layer, dim and counted key: half of 12, for a query sees half of these
+constexpr double kForwardTwice = 4.0 / 3;  // recompute = full: forward is a third
+constexpr double kCoresTwice = 1.03;       // selective: 2.7% of GPT-3 (Korthikanti et al.)
+constexpr double kFlopsOfNoSheet = 1e14;   // a second, of a device whose data sheet does not name the format
+constexpr double kIdleOfZeroBubble = 0.4;  // of 1F1B's bubble: a third where the halves take equal times (Qi et al., arXiv:2401.10241), and some
+constexpr double kPassesOverStream = 40;   // a layer's, forward and backward, for what is not a product
+constexpr double kOperatorsOfLayer = 100;  // that the host asks for, forward and backward
+
+// Of a layer, forward and backward, and of a tensor of the stream.
+constexpr double kReductions = 4;          // of tensor parallelism
+constexpr double kReductionsTwice = 6;     // with recompute = full, which repeats forward's two
+constexpr double kCallsOfTensor = 8;       // a reduction may be two: a scatter and a gather
+constexpr double kCallsOfRing = 4;         // for each of its ranks
+constexpr double kAllReduce = 2;           // times what a reduce-scatter moves, and its messages
+constexpr double kExchangesOfExperts = 4;  // out and back, in forward and in backward
+constexpr double kTensorsOfRing = 6;       // keys and values in forward; these and their gradients in backward
+
+constexpr double kHiddenBehindCompute = 0.7;  // of the time of computing: what gradients and gathers have to go in
+constexpr double kNeverHidden = 0.3;          // of theirs: nothing is computed beside the first gather and the last reduction
+constexpr double kRingNotHidden = 0.5;        // of its messages, which go beside the attention of the tile before
+
+// An update on the host: reads and writes the state and a copy, and reads a gradient; the gradient comes and the parameters go.
+constexpr double kTimesState = 2;
+constexpr double kTimesCopy = 3;
+constexpr double kTimesLink = 2;
+
 double bytes_of(const std::string& format) { return format == "bf16" || format == "fp16" ? 2 : 4; }
 
 }  // namespace
@@ -36,90 +79,161 @@ Estimator::Estimator(const Config& config, int world, const Machine& machine) : 
   }
 }
 
-Estimate Estimator::operator()(const LayoutChoice& c) const {
-  const Config& config = config_;
-  const Machine& machine = machine_;
-  const int world = world_;
-  const ModelConfig& model = config.model;
-  const auto layers = static_cast<double>(model.layers), dim = static_cast<double>(model.dim), seq = static_cast<double>(config.data.seq_len);
-  const auto ffn = static_cast<double>(model.ffn_dim.value_or(model.dim * 8 / 3)) * (model.experts > 0 ? static_cast<double>(model.experts_per_token) : 1);
-  const double parts_of_experts = c.ep * config.mesh.expert_tp;
-  const double trained = trained_.held(c, parts_of_experts), frozen = frozen_.held(c, parts_of_experts);
-  const double element = bytes_of(config.precision.compute);
+/// What the sums below share.
+struct Estimator::Work {
+  double layers, dim;    ///< of the model
+  double element;        ///< bytes of a number that is computed with
+  double micro_batches;  ///< of a step
+  double tokens;         ///< of a micro-batch, on a rank
+  double stream;         ///< bytes of what they take from layer to layer
+  double passes;         ///< of a micro-batch through a layer, forward and backward: of a stage and step
+};
 
-  const double shards = c.shard * c.cp;
-  Estimate found;
+Estimator::Work Estimator::work_of(const LayoutChoice& choice) const {
+  Work work{.layers = static_cast<double>(config_.model.layers),
+            .dim = static_cast<double>(config_.model.dim),
+            .element = bytes_of(config_.precision.compute),
+            .micro_batches = static_cast<double>(choice.micro_batches(world_)),
+            .tokens = static_cast<double>(choice.micro_size) * static_cast<double>(config_.data.seq_len) / choice.cp,
+            .stream = 0,
+            .passes = 0};
+  work.stream = work.tokens * work.dim * work.element;
+  work.passes = work.layers / choice.pp * work.micro_batches * (choice.recompute == "full" ? kForwardTwice : 1);
+  return work;
+}
+
+/// Bytes of a rank.
+struct Estimator::Memory {
+  double optimizer;         ///< the optimizer's state, wherever it is
+  double state;             ///< Estimate::state_bytes
+  double with_activations;  ///< Estimate::bytes
+};
+
+Estimator::Memory Estimator::memory_of(const LayoutChoice& choice, const Work& work) const {
+  const ModelConfig& model = config_.model;
   // Whatever deals experts, what is sharded of them is so over all ranks of dp_shard, cp and tp; and nothing shards what is in fewer bits.
-  const auto dense = kept_per_parameter(kept_of_dense_, c.stage, c.shard * c.cp),
-             experts = kept_per_parameter(kept_of_experts_, c.stage, c.shard * c.cp, c.tp / parts_of_experts);
-  const double state = (dense.state + experts.state) / c.tp / c.pp;
-  found.state_bytes = (dense.weight + dense.gradient + experts.weight + experts.gradient + quantized_) / c.tp / c.pp + (c.host_optimizer ? 0 : state);
-  if (c.offload) found.state_bytes = 0;
+  const auto dense = kept_per_parameter(kept_of_dense_, choice.stage, choice.shard * choice.cp),
+             experts = kept_per_parameter(kept_of_experts_, choice.stage, choice.shard * choice.cp, choice.tp / parts_of_experts(choice));
+  const double optimizer = (dense.state + experts.state) / choice.tp / choice.pp;
+  double state =
+      (dense.weight + dense.gradient + experts.weight + experts.gradient + quantized_) / choice.tp / choice.pp + (choice.host_optimizer ? 0 : optimizer);
+  if (choice.offload) state = 0;
 
-  const auto m = static_cast<double>(c.micro_batches(world));
-  const double tokens = static_cast<double>(c.micro_size) * seq / c.cp;  // of a micro-batch on a rank
-  // Of a mixture, what each chosen expert takes, makes of it in three products of its width, and gives back.
-  const double elements =
-      model.experts > 0 ? (9 + 2 * static_cast<double>(model.experts_per_token)) * dim + 3 * ffn : 17 * dim + (model.family == "llama" ? 1 : 0) * ffn;
-  const double kept_of_a_layer = tokens * element * (c.recompute == "full" ? dim : elements / c.tp);
-  double in_flight = c.pp == 1 ? 1 : std::min<double>(m, c.pp) * (1 + (c.chunks > 1 ? (c.pp - 1.0) / (c.pp * c.chunks) : 0));
-  if (c.schedule == "v_half") in_flight /= 2;
-  if (c.schedule == "v_min") in_flight /= 3;
+  const auto per_token = static_cast<double>(model.experts_per_token);
+  const auto ffn = static_cast<double>(model.ffn_dim.value_or(model.dim * 8 / 3)) * (model.experts > 0 ? per_token : 1);
+  const double elements = model.experts > 0 ? (kKeptOutsideOfExperts + kKeptOfExpert * per_token) * work.dim + kKeptOfExpertWidth * ffn
+                                            : kKeptOfLayer * work.dim + (model.family == "llama" ? kKeptOfGate : 0) * ffn;
+  const double kept_of_a_layer = work.tokens * work.element * (choice.recompute == "full" ? work.dim : elements / choice.tp);
+  double in_flight =
+      choice.pp == 1 ? 1 : std::min<double>(work.micro_batches, choice.pp) * (1 + (choice.chunks > 1 ? (choice.pp - 1.0) / (choice.pp * choice.chunks) : 0));
+  if (choice.schedule == "v_half") in_flight /= kVHalf;
+  if (choice.schedule == "v_min") in_flight /= kVMin;
   // Where the head makes the last stage hold fewer layers, another holds one more than its share.
-  const double most_layers = c.pp == 1 ? layers : layers / c.pp + 1;
-  found.bytes = (found.state_bytes + kept_of_a_layer * layers / c.pp * in_flight) * most_layers * c.pp / layers;
+  const double most_layers = choice.pp == 1 ? work.layers : work.layers / choice.pp + 1;
+  return {.optimizer = optimizer,
+          .state = state,
+          .with_activations = (state + kept_of_a_layer * work.layers / choice.pp * in_flight) * most_layers * choice.pp / work.layers};
+}
 
-  const auto peak = machine.device.flops.find(element == 2 ? at::kBFloat16 : at::kFloat);
-  const double rate = (peak == machine.device.flops.end() ? 1e14 : peak->second) * machine.device.product_share;
+/// Seconds of a step.
+struct Estimator::Compute {
+  double products;
+  double elsewhere;  ///< what products leave over
+  double asked;      ///< in which the host asks for all of it
+  double idle;       ///< as a share of the rest: the bubble
+};
+
+Estimator::Compute Estimator::compute_of(const LayoutChoice& choice, const Work& work) const {
+  const ModelConfig& model = config_.model;
+  const DeviceRates& device = machine_.device;
+  const auto peak = device.flops.find(work.element == 2 ? at::kBFloat16 : at::kFloat);
+  const double rate = (peak == device.flops.end() ? kFlopsOfNoSheet : peak->second) * device.product_share;
+  const bool some_frozen = frozen_.held(choice, parts_of_experts(choice)) > 0;
+  const double again = choice.recompute == "full" ? kForwardTwice : choice.recompute == "selective" ? kCoresTwice : 1;
   const double flops_a_token =
-      ((frozen > 0 ? 4 : 6) * active_ + 6 * layers * dim * counted_keys(model, config.data.seq_len)) * (c.recompute == "full"        ? 4.0 / 3
-                                                                                                        : c.recompute == "selective" ? 1.03
-                                                                                                                                     : 1);
+      ((some_frozen ? kFlopsWhereFrozen : kFlops) * active_ + kFlopsOfAttention * work.layers * work.dim * counted_keys(model, config_.data.seq_len)) * again;
   // What the slowest stage has of the layers, of which the head is some.
-  const double head = static_cast<double>(model.vocab_size) * dim / ((active_ - 2 * static_cast<double>(model.vocab_size) * dim) / layers);
-  const double parts = static_cast<double>(c.pp) * c.chunks;
-  const double share = c.pp == 1 ? 1 : std::max(std::ceil(layers / parts) * c.chunks, (layers + head) / c.pp) / (layers + head);
-  const double computing = flops_a_token * tokens * m / c.tp * share / rate;
-  const double idle = c.pp == 1 ? 0 : (c.pp - 1.0) / (c.chunks * m) * (c.schedule.starts_with("zb") ? 0.4 : 1);
+  const auto vocabulary = static_cast<double>(model.vocab_size);
+  const double head = vocabulary * work.dim / ((active_ - 2 * vocabulary * work.dim) / work.layers);
+  const double parts = static_cast<double>(choice.pp) * choice.chunks;
+  const double share = choice.pp == 1 ? 1 : std::max(std::ceil(work.layers / parts) * choice.chunks, (work.layers + head) / choice.pp) / (work.layers + head);
 
-  // Ranks of a group lie `stride` apart; those on one host share its links to others.
-  const auto link = [&](double ranks, double stride) {
-    const double on_a_host = std::clamp(machine.devices_per_host / stride, 1.0, ranks);
-    const double across = machine.across.bandwidth * on_a_host;
-    return LinkRates{.bandwidth = on_a_host < ranks ? std::min(machine.inside.bandwidth, across) : machine.inside.bandwidth,
-                     .latency = on_a_host < ranks ? machine.across.latency : machine.inside.latency};
-  };
-  // What products leave over: some forty passes over a layer's stream, and a hundred operators that the host asks for, forward and backward.
-  const double stream = tokens * dim * element;
-  const double passes = layers / c.pp * m * (c.recompute == "full" ? 4.0 / 3 : 1);
-  const double elsewhere =
-      passes * std::max(40 * stream / c.tp / (machine.device.memory_bandwidth * machine.device.memory_share) + 100 * machine.device.kernel_gap, 0.0);
-  const double asked = passes * (100 * machine.device.launch + (c.tp > 1 ? 8 : 0) * machine.device.collective_launch +
-                                 (c.cp > 1 ? 4 * c.cp : 0) * machine.device.collective_launch);
-  const LinkRates within = link(c.tp, 1);
-  const double reductions = (c.recompute == "full" ? 6 : 4) * layers / c.pp * m;
-  const double tensor = c.tp == 1 ? 0 : reductions * (2 * stream * (c.tp - 1) / c.tp / within.bandwidth + 2 * within.latency);
+  const double moved = kPassesOverStream * work.stream / choice.tp / (device.memory_bandwidth * device.memory_share);
+  return {.products = flops_a_token * work.tokens * work.micro_batches / choice.tp * share / rate,
+          .elsewhere = work.passes * std::max(moved + kOperatorsOfLayer * device.kernel_gap, 0.0),
+          .asked = work.passes * (kOperatorsOfLayer * device.launch + (choice.tp > 1 ? kCallsOfTensor : 0) * device.collective_launch +
+                                  (choice.cp > 1 ? kCallsOfRing * choice.cp : 0) * device.collective_launch),
+          .idle = choice.pp == 1 ? 0 : (choice.pp - 1.0) / (choice.chunks * work.micro_batches) * (choice.schedule.starts_with("zb") ? kIdleOfZeroBubble : 1)};
+}
 
-  const double data = static_cast<double>(c.data_ranks(world)) * c.cp;
-  const double apart = static_cast<double>(c.tp) * c.pp, between = link(data, apart).bandwidth;
-  const double gradient = trained * bytes_of(config.precision.reduce) * (data - 1) / data / between;
-  const double gathers = (trained + frozen) * element * (data - 1) / data / link(shards, apart).bandwidth;
-  double sharded = data == 1 ? 0 : 2 * gradient;
-  if (c.stage >= 3) sharded = m * (gradient + 2 * gathers);
-  if (c.stage == 2) sharded = m * gradient + gathers;
-  const double exchange =
-      c.ep == 1 ? 0 : 4 * m * layers / c.pp * stream * static_cast<double>(model.experts_per_token) * (c.ep - 1) / c.ep / link(c.ep, c.tp).bandwidth;
-  const double hidden = c.stage >= 3 ? 0.7 * computing : 0.7 * computing / m;  // gradients of the last micro-batch alone go while another is computed
-  const double ring = c.cp == 1 ? 0
-                                : 6 * passes * stream * static_cast<double>(model.kv_heads.value_or(model.heads)) / static_cast<double>(model.heads) / c.tp *
-                                      (c.cp - 1) / link(c.cp, c.tp).bandwidth;
-  found.seconds = std::max(computing + elsewhere + tensor + exchange + 0.5 * ring, asked) * (1 + idle) + std::max(0.3 * sharded, sharded - hidden);
-  // The update reads and writes the state, a copy and a gradient; then the parameters come back.
-  if (c.host_optimizer) {
-    const double copy = trained * bytes_of(config.precision.params);
-    found.seconds += (2 * state + 3 * copy) / machine.device.host_memory + 2 * copy / machine.device.host_link;
-  }
-  return found;
+/// Ranks of a group lie `stride` apart; those on one host share its links to others.
+LinkRates Estimator::link_of(double ranks, double stride) const {
+  const double on_a_host = std::clamp(machine_.devices_per_host / stride, 1.0, ranks);
+  const double across = machine_.across.bandwidth * on_a_host;
+  return {.bandwidth = on_a_host < ranks ? std::min(machine_.inside.bandwidth, across) : machine_.inside.bandwidth,
+          .latency = on_a_host < ranks ? machine_.across.latency : machine_.inside.latency};
+}
+
+/// Seconds in which each of such ranks sends `bytes` to each other: those for other hosts over its own link.
+double Estimator::exchange_of(double bytes, double ranks, double stride) const {
+  const double on_a_host = std::clamp(machine_.devices_per_host / stride, 1.0, ranks);
+  return bytes * std::max((on_a_host - 1) / machine_.inside.bandwidth, (ranks - on_a_host) / machine_.across.bandwidth);
+}
+
+/// Seconds of a step, by what brings it about.
+struct Estimator::Traffic {
+  double tensor;   ///< mesh.tp
+  double experts;  ///< mesh.ep
+  double ring;     ///< mesh.cp
+  double data;     ///< gradients, and what is gathered of what is sharded
+};
+
+Estimator::Traffic Estimator::traffic_of(const LayoutChoice& choice, const Work& work) const {
+  const ModelConfig& model = config_.model;
+  const double m = work.micro_batches, parts = parts_of_experts(choice);
+  const double trained = trained_.held(choice, parts), frozen = frozen_.held(choice, parts);
+  const LinkRates within = link_of(choice.tp, 1);
+  const double reductions = (choice.recompute == "full" ? kReductionsTwice : kReductions) * work.layers / choice.pp * m;
+  const double one = kAllReduce * work.stream * (choice.tp - 1) / choice.tp / within.bandwidth + kAllReduce * within.latency;
+
+  const double ranks = static_cast<double>(choice.data_ranks(world_)) * choice.cp, shards = choice.shard * choice.cp;
+  const double stride = static_cast<double>(choice.tp) * choice.pp;
+  const double gradient = trained * bytes_of(config_.precision.reduce) * (ranks - 1) / ranks / link_of(ranks, stride).bandwidth;
+  const double gathers = (trained + frozen) * work.element * (ranks - 1) / ranks / link_of(shards, stride).bandwidth;
+  double data = ranks == 1 ? 0 : kAllReduce * gradient;
+  if (choice.stage >= 3) data = m * (gradient + 2 * gathers);
+  if (choice.stage == 2) data = m * gradient + gathers;
+
+  const double heads = static_cast<double>(model.kv_heads.value_or(model.heads));
+  return {.tensor = choice.tp == 1 ? 0 : reductions * one,
+          .experts = choice.ep == 1 ? 0
+                                    : kExchangesOfExperts * m * work.layers / choice.pp *
+                                          exchange_of(work.stream * static_cast<double>(model.experts_per_token) / choice.ep, choice.ep, choice.tp),
+          .ring = choice.cp == 1 ? 0
+                                 : kTensorsOfRing * work.passes * work.stream * heads / static_cast<double>(model.heads) / choice.tp * (choice.cp - 1) /
+                                       link_of(choice.cp, choice.tp).bandwidth,
+          .data = data};
+}
+
+/// Seconds of the optimizer's, where it is worth a word.
+double Estimator::update_of(const LayoutChoice& choice, const Memory& memory) const {
+  if (!choice.host_optimizer) return 0;
+  const double copy = trained_.held(choice, parts_of_experts(choice)) * bytes_of(config_.precision.params);
+  return (kTimesState * memory.optimizer + kTimesCopy * copy) / machine_.device.host_memory + kTimesLink * copy / machine_.device.host_link;
+}
+
+Estimate Estimator::operator()(const LayoutChoice& choice) const {
+  const Work work = work_of(choice);
+  const Memory memory = memory_of(choice, work);
+  const Compute compute = compute_of(choice, work);
+  const Traffic traffic = traffic_of(choice, work);
+  const double within = compute.products + compute.elsewhere + traffic.tensor + traffic.experts + kRingNotHidden * traffic.ring;
+  // Below stage 3 gradients of the last micro-batch alone go while another is computed.
+  const double hidden = kHiddenBehindCompute * compute.products / (choice.stage >= 3 ? 1 : work.micro_batches);
+  const double beside = std::max(kNeverHidden * traffic.data, traffic.data - hidden);
+  return {.seconds = std::max(within, compute.asked) * (1 + compute.idle) + beside + update_of(choice, memory),
+          .state_bytes = memory.state,
+          .bytes = memory.with_activations};
 }
 
 }  // namespace tessera::plan

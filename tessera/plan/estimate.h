@@ -26,8 +26,21 @@ class Estimator {
   struct Elements {
     double dense = 0, experts = 0;
     /// That a rank computes with.
-    double held(const LayoutChoice& c, double parts_of_experts) const { return (dense / c.tp + experts / parts_of_experts) / c.pp; }
+    double held(const LayoutChoice& choice, double parts_of_experts) const { return (dense / choice.tp + experts / parts_of_experts) / choice.pp; }
   };
+  struct Work;
+  struct Memory;
+  struct Compute;
+  struct Traffic;
+
+  Work work_of(const LayoutChoice& choice) const;
+  Memory memory_of(const LayoutChoice& choice, const Work& work) const;
+  Compute compute_of(const LayoutChoice& choice, const Work& work) const;
+  Traffic traffic_of(const LayoutChoice& choice, const Work& work) const;
+  double update_of(const LayoutChoice& choice, const Memory& memory) const;
+  LinkRates link_of(double ranks, double stride) const;
+  double exchange_of(double bytes, double ranks, double stride) const;
+  double parts_of_experts(const LayoutChoice& choice) const { return choice.ep * config_.mesh.expert_tp; }
 
   Config config_;
   int world_;

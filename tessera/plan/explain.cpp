@@ -94,30 +94,33 @@ std::vector<Change> changes_of(const Config& one, const KeptStates& now, double 
   return changes;
 }
 
-int64_t peak_of(const Config& config, int world) { return total_of(largest_class(dry_run(config, world)).peak_bytes); }
+/// Of the rank that needs most.
+int64_t needed_of(const Config& config, int world, const std::optional<DeviceAllocator>& allocator) {
+  return needed_bytes(largest_class(dry_run(config, world, {.allocator = allocator})));
+}
 
 /// The fewest ranks of stage 3 that hold it, each with a micro-batch of its own.
-void find_smallest(const Config& one, const KeptStates& formats, Verdict& verdict) {
+void find_smallest(const Config& one, const KeptStates& formats, const std::optional<DeviceAllocator>& allocator, Verdict& verdict) {
   constexpr int kMost = 1 << 14;
   for (const Sets& more : {Sets{}, Sets{"recompute.mode=full"}}) {
-    const auto peak = [&](int ranks) {
+    const auto needed = [&](int ranks) {
       Sets sets = formats.sets;
       sets.insert(sets.end(), {"zero.stage=3", "mesh.dp_shard=" + std::to_string(ranks), "mesh.dp_replicate=1",
                                "batch.global_size=" + std::to_string(ranks * one.batch.micro_size)});
       sets.insert(sets.end(), more.begin(), more.end());
-      return peak_of(with_settings(one, sets), ranks);
+      return needed_of(with_settings(one, sets), ranks, allocator);
     };
     int enough = static_cast<int>(std::clamp<int64_t>((verdict.states + verdict.memory - 1) / verdict.memory, 1, kMost + 1)), few = enough - 1;
-    for (; enough <= kMost && peak(enough) > verdict.memory; enough *= 2) few = enough;
+    for (; enough <= kMost && needed(enough) > verdict.memory; enough *= 2) few = enough;
     if (enough > kMost) continue;
     while (enough - few > 1) {
       const int middle = few + (enough - few) / 2;
-      (peak(middle) <= verdict.memory ? enough : few) = middle;
+      (needed(middle) <= verdict.memory ? enough : few) = middle;
     }
     verdict.smallest = enough;
     verdict.sets = {"zero.stage=3"};
     verdict.sets.insert(verdict.sets.end(), more.begin(), more.end());
-    verdict.needed_there = peak(enough);
+    verdict.needed_there = needed(enough);
     return;
   }
 }
@@ -169,7 +172,7 @@ std::string verdict_text(const Explanation& explanation) {
 
 }  // namespace
 
-Explanation explain(const Config& config, double parameters, int ranks) {
+Explanation explain(const Config& config, double parameters, int ranks, const std::optional<DeviceAllocator>& allocator) {
   const Config one = alone(config);
   Explanation explanation{.parameters = parameters, .counted = num_parameters(config.model), .layers = config.model.layers};
   if (parameters <= 0) explanation.parameters = static_cast<double>(explanation.counted);
@@ -186,8 +189,8 @@ Explanation explain(const Config& config, double parameters, int ranks) {
     const KeptStates& halves = explanation.states[1];
     Verdict verdict{.memory = config.run.memory_limit_bytes};
     verdict.states = static_cast<int64_t>(explanation.parameters * halves.bytes.total());
-    verdict.needed = peak_of(with_settings(one, halves.sets), 1);
-    if (!verdict.fits()) find_smallest(one, halves, verdict);
+    verdict.needed = needed_of(with_settings(one, halves.sets), 1, allocator);
+    if (!verdict.fits()) find_smallest(one, halves, allocator, verdict);
     explanation.verdict = std::move(verdict);
   }
   return explanation;

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/config/config.h"
+#include "tessera/plan/dry_run.h"
 #include "tessera/train/state_bytes.h"
 
 namespace tessera::plan {
@@ -73,8 +74,8 @@ struct Explanation {
 };
 
 /// Of one rank with one micro-batch of `config`, whose layers are alike; `ranks`: over how many the changes share. Cost: some dry runs of few layers and one of
-/// all; with run.memory_limit_bytes, up to two dozen more of all.
-Explanation explain(const Config& config, double parameters, int ranks);
+/// all; with run.memory_limit_bytes, up to two dozen more of all. `allocator`: of the device whose memory decides; none: tensors alone do.
+Explanation explain(const Config& config, double parameters, int ranks, const std::optional<DeviceAllocator>& allocator = std::nullopt);
 
 nlohmann::json to_json(const Explanation& explanation);
 std::string to_string(const Explanation& explanation);

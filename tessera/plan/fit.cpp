@@ -127,7 +127,7 @@ std::vector<Choice> pipelines(const Config& config, int world) {
 }
 
 Setting tried(const DryRun& run, Sets sets) {
-  Setting setting{.sets = std::move(sets), .peak = largest_class(run).peak_bytes};
+  Setting setting{.sets = std::move(sets), .peak = largest_class(run).peak_bytes, .needed = needed_bytes(largest_class(run))};
   for (const auto& ranks : run.ranks) {
     const auto count = static_cast<double>(ranks.count);
     setting.flops += count * ranks.hardware_flops;
@@ -140,7 +140,7 @@ Setting tried(const DryRun& run, Sets sets) {
 
 const Setting* FitSearch::best() const {
   if (fits) return &tried.back();
-  const auto least = std::min_element(tried.begin(), tried.end(), [](const Setting& a, const Setting& b) { return total_of(a.peak) < total_of(b.peak); });
+  const auto least = std::ranges::min_element(tried, {}, &Setting::needed);
   return least == tried.end() ? nullptr : &*least;
 }
 
@@ -163,9 +163,9 @@ std::vector<Sets> cheaper_settings(const Config& config, int world) {
   return sets;
 }
 
-FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience) {
+FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience, const std::optional<DeviceAllocator>& allocator) {
   const auto until = std::chrono::steady_clock::now() + patience;
-  FitSearch search{.now = tried(dry_run(config, world), {})};
+  FitSearch search{.now = tried(dry_run(config, world, {.allocator = allocator}), {})};
   if (config.batch.micro_size > 1) search.bound_to_micro_size = bound_to_micro_size(config);
   for (auto& sets : cheaper_settings(config, world)) {
     if (std::chrono::steady_clock::now() > until) {
@@ -176,11 +176,11 @@ FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::
       const Config changed = with_settings(config, sets);
       validate(changed, world, Purpose::Plan);
       check_pipeline(changed, mesh_shape(changed.mesh, changed.zero.stage, world));
-      search.tried.push_back(tried(dry_run(changed, world), std::move(sets)));
+      search.tried.push_back(tried(dry_run(changed, world, {.allocator = allocator}), std::move(sets)));
     } catch (const ConfigError&) {
       continue;  // these settings do not go together
     }
-    search.fits = total_of(search.tried.back().peak) <= limit;
+    search.fits = search.tried.back().needed <= limit;
     if (search.fits) break;
   }
   return search;

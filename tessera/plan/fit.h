@@ -8,6 +8,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/memory/memory.h"
+#include "tessera/plan/dry_run.h"
 
 namespace tessera::plan {
 
@@ -15,6 +16,7 @@ namespace tessera::plan {
 struct Setting {
   std::vector<std::string> sets;  ///< as `--set` takes them; none: nothing changed
   MemoryByCategory peak{};        ///< of the ranks that need most
+  int64_t needed = 0;             ///< of their device, in bytes (needed_bytes)
   double flops = 0;               ///< of matrix products, all ranks, with what is computed again
   double sent_bytes = 0;          ///< all ranks
 };
@@ -38,8 +40,9 @@ struct FitSearch {
 /// fit.cpp: stage 1 sends what plain data parallelism sends, stage 3 half as much again, full recompute adds up to a third of the FLOPs.
 std::vector<std::vector<std::string>> cheaper_settings(const Config& config, int world);
 
-/// Tries them by dry run, up to the first whose peak is `limit` bytes at most. Settings that the configuration's rules refuse are passed over.
-/// Cost: a dry run each; after `patience` no further one is begun.
-FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience = std::chrono::seconds(20));
+/// Tries them by dry run, up to the first that needs `limit` bytes at most, of `allocator` where there is one. Settings that the configuration's rules refuse
+/// are passed over. Cost: a dry run each; after `patience` no further one is begun.
+FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience = std::chrono::seconds(20),
+                   const std::optional<DeviceAllocator>& allocator = std::nullopt);
 
 }  // namespace tessera::plan

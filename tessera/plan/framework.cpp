@@ -120,7 +120,7 @@ double reserved_bytes(const Framework& framework, const Config& config, const Dr
   const int last = cut ? run.pipeline.stages.back().rank : 0;
   double most = 0;
   for (const RankClass& ranks : run.ranks) {
-    double alive = static_cast<double>(total_of(ranks.peak_bytes));
+    double alive = static_cast<double>(needed_bytes(ranks));
     const double layers = static_cast<double>(model.layers) / mesh.pp;
     const double kept = cut ? run.pipeline.kept_alive.at(static_cast<size_t>(ranks.pipeline_rank)) : 1;
     alive += framework.kept_per_element * tokens * static_cast<double>(model.dim) * layers * kept;

@@ -97,8 +97,8 @@ std::string draw_peaks(const DryRun& run) {
   constexpr double width = 1040, left = 170, plot = 760, top = 42, row = 26;
   const auto shown = std::min(run.ranks.size(), kMostRows);
   Svg svg(width, top + row * static_cast<double>(shown) + 28);
-  double most = static_cast<double>(std::max(run.memory_limit, total_of(largest_class(run).peak_bytes)));
-  if (run.memory_limit > 8 * total_of(largest_class(run).peak_bytes)) most = static_cast<double>(total_of(largest_class(run).peak_bytes));
+  const int64_t needed = needed_bytes(largest_class(run));
+  double most = static_cast<double>(run.memory_limit > 8 * needed ? needed : std::max(run.memory_limit, needed));
   most *= 1.02;
   const auto x = [&](double bytes) { return left + plot * bytes / most; };
   const double bottom = top + row * static_cast<double>(shown);
@@ -119,7 +119,11 @@ std::string draw_peaks(const DryRun& run) {
                fmt::format("{}: {} {}", name_of(ranks, run), to_string(static_cast<MemoryCategory>(c)), format_bytes(ranks.peak_bytes[c])));
       begin += bytes;
     }
-    svg.text(x(begin) + 6, y + 16, format_bytes(total_of(ranks.peak_bytes)), {.size = 12, .bold = true});
+    if (const auto reserved = static_cast<double>(ranks.reserved_bytes); reserved > begin) {
+      svg.rect(x(begin), y + 3, x(reserved) - x(begin), row - 6, "#dddddd", fmt::format("{}: held by the allocator beside tensors", name_of(ranks, run)));
+      begin = reserved;
+    }
+    svg.text(x(begin) + 6, y + 16, format_bytes(needed_bytes(ranks)), {.size = 12, .bold = true});
   }
   if (run.memory_limit > 0 && static_cast<double>(run.memory_limit) <= most) {
     const double at = x(static_cast<double>(run.memory_limit));
@@ -135,6 +139,8 @@ std::string memory_by_rank(const DryRun& run) {
   for (const auto category : used) head.emplace_back(to_string(category));
   head.emplace_back("total");
   head.emplace_back("bytes");
+  const bool kept = std::ranges::any_of(run.ranks, [](const RankClass& ranks) { return ranks.reserved_bytes > 0; });
+  if (kept) head.emplace_back("reserved");
   const bool hosts = std::ranges::any_of(run.ranks, [](const RankClass& ranks) { return total_of(ranks.host_bytes) > 0; });
   if (hosts) head.emplace_back("on the host");
   std::vector<Row> rows;
@@ -143,14 +149,17 @@ std::string memory_by_rank(const DryRun& run) {
     for (const auto category : used) row.push_back(format_bytes(ranks.peak_bytes[static_cast<size_t>(category)]));
     row.push_back(format_bytes(total_of(ranks.peak_bytes)));
     row.push_back(std::to_string(total_of(ranks.peak_bytes)));
+    if (kept) row.push_back(format_bytes(ranks.reserved_bytes));
     if (hosts) row.push_back(format_bytes(total_of(ranks.host_bytes)));
     rows.push_back(std::move(row));
   }
   const std::string left_out = run.ranks.size() > kMostRows ? fmt::format(" The first {} kinds of {} are drawn.", kMostRows, run.ranks.size()) : "";
-  return figure(draw_peaks(run),
-                fmt::format("Memory at the peak of {} kinds of ranks by category, the most {}", run.ranks.size(),
-                            format_bytes(total_of(largest_class(run).peak_bytes))),
-                "When most is alive, by what it is for. Ranks that do the same are one line." + left_out) +
+  return figure(
+             draw_peaks(run),
+             fmt::format("Memory at the peak of {} kinds of ranks by category, the most {}", run.ranks.size(), format_bytes(needed_bytes(largest_class(run)))),
+             std::string(kept ? "What the device's allocator reserves, and of it what tensors hold when most is alive, by what it is for."
+                              : "When most is alive, by what it is for.") +
+                 " Ranks that do the same are one line." + left_out) +
          table(head, rows);
 }
 
@@ -330,7 +339,7 @@ std::string searched(const LayoutSearch& search) {
   std::vector<Row> rows;
   size_t place = 0;
   for (const Tried& tried : search.ranked) {
-    rows.push_back({std::to_string(++place), to_string(tried.choice, search.world), format_bytes(tried.peak_bytes), std::to_string(tried.peak_bytes),
+    rows.push_back({std::to_string(++place), to_string(tried.choice, search.world), format_bytes(tried.needed_bytes), std::to_string(tried.needed_bytes),
                     tried.fits ? "yes" : "no", fmt::format("{:.6g}", tried.time.seconds), fmt::format("{:.1f}%", 100 * tried.time.mfu)});
   }
   std::string out = paragraph(fmt::format("{} layouts are possible, {} of them too large by their state alone; {} were run dry.", search.possible,
@@ -351,7 +360,7 @@ std::string scaled(const Scaling& scaling) {
     for (const auto* tried : {&point.whole, &point.cut}) {
       if (!*tried) continue;
       const double step = (*tried)->time.seconds, tokens = static_cast<double>(scaling.sequences) * static_cast<double>(scaling.seq_len);
-      rows.push_back({std::to_string(point.ranks), to_string((*tried)->choice, point.ranks), format_bytes((*tried)->peak_bytes), fmt::format("{:.6g}", step),
+      rows.push_back({std::to_string(point.ranks), to_string((*tried)->choice, point.ranks), format_bytes((*tried)->needed_bytes), fmt::format("{:.6g}", step),
                       fmt::format("{:.0f}", tokens / step / point.ranks)});
     }
   }
@@ -370,8 +379,11 @@ bool has_room(const Reported& reported) {
 /// Of another framework what it reserves decides, and not the bytes of our tensors.
 std::string verdict(const Reported& reported) {
   const DryRun& run = reported.run;
-  std::string text = "The rank that needs most has " + format_bytes(total_of(largest_class(run).peak_bytes)) + " at its peak";
+  const std::string peak = format_bytes(total_of(largest_class(run).peak_bytes));
+  std::string text = "The rank that needs most has " + peak + " at its peak";
   if (reported.framework != nullptr) return text + " of our tensors; " + verdict_of(*reported.framework, reported.config, run);
+  if (run.allocator)
+    text = fmt::format("The rank that needs most takes {} of its device, {} of it for tensors", format_bytes(needed_bytes(largest_class(run))), peak);
   if (run.memory_limit > 0) text += fmt::format(" of {}: the step {}", format_bytes(run.memory_limit), run.fits() ? "fits" : "does not fit");
   return text;
 }

@@ -143,13 +143,13 @@ std::vector<Neighbour> neighbours_of(const LayoutChoice& at, const Config& confi
     if (next.pp == 1) next.schedule = "1f1b", next.chunks = 1;
     if (next != at && is_possible(next, config, world)) found.push_back({what, next});
   };
-  const auto twice_and_half = [&](const char* name, int LayoutChoice::* axis) {
-    add(fmt::format("{} {}", name, at.*axis * 2), [&](LayoutChoice& c) { c.*axis *= 2; });
+  const auto twice_and_half = [&](const char* name, int LayoutChoice::* axis, bool is_there_more = true) {
+    if (is_there_more) add(fmt::format("{} {}", name, at.*axis * 2), [&](LayoutChoice& c) { c.*axis *= 2; });
     if (at.*axis % 2 == 0) add(fmt::format("{} {}", name, at.*axis / 2), [&](LayoutChoice& c) { c.*axis /= 2; });
   };
   twice_and_half("tp", &LayoutChoice::tp);
   twice_and_half("pp", &LayoutChoice::pp);
-  if (config.data.seq_len >= fewest_columns) twice_and_half("cp", &LayoutChoice::cp);
+  twice_and_half("cp", &LayoutChoice::cp, config.data.seq_len / (2 * at.cp) >= fewest_columns);
   if (config.model.experts > 0) twice_and_half("ep", &LayoutChoice::ep);
   if (at.pp % 2 == 0) add(fmt::format("tp {} and pp {}", at.tp * 2, at.pp / 2), [](LayoutChoice& c) { c.tp *= 2, c.pp /= 2; });
   if (at.tp % 2 == 0) add(fmt::format("tp {} and pp {}", at.tp / 2, at.pp * 2), [](LayoutChoice& c) { c.tp /= 2, c.pp *= 2; });

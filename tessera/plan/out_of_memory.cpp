@@ -44,7 +44,7 @@ std::string way_out(const FitSearch& search) {
                                      : fmt::format("; a smaller batch.micro_size needs less, and trains otherwise with {}", search.bound_to_micro_size);
   if (!best && !search.complete) return "there was no time to try settings that need less (tessera plan --search chooses among layouts as well)";
   if (!best) return "there is no setting left that needs less; use more ranks, or a smaller model" + micro_size;
-  const std::string peak = format_bytes(total_of(best->peak));
+  const std::string peak = format_bytes(best->needed);
   if (search.fits) return fmt::format("the cheapest setting that would fit: {} (peak {})", flags_of(best->sets), peak);
   return fmt::format("none of {} settings tried would fit{}: the smallest peak, {}, is that of {}{}", search.tried.size(),
                      search.complete ? "" : ", and there was no time for more", peak, flags_of(best->sets), micro_size);
@@ -75,7 +75,7 @@ namespace {
 std::string rows_text(const FitSearch& search) {
   std::string out = fmt::format("  {:>10}  {:>8}  {:>8}  setting\n", "peak", "FLOPs", "sent");
   const auto row = [&](const Setting& setting, const std::string& name) {
-    out += fmt::format("  {:>10}  {:>8}  {:>8}  {}\n", format_bytes(total_of(setting.peak)), share(setting.flops, search.now.flops),
+    out += fmt::format("  {:>10}  {:>8}  {:>8}  {}\n", format_bytes(setting.needed), share(setting.flops, search.now.flops),
                        share(setting.sent_bytes, search.now.sent_bytes), name);
   };
   row(search.now, "as it is");

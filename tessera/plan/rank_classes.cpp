@@ -65,6 +65,18 @@ bool cut_evenly(const Config& config, int ranks) {
   return !config.tensor.overlap && std::ranges::all_of(lengths, [&](int64_t length) { return length % ranks == 0; });
 }
 
+/// What tells a rank's step from another's: the classes go in this order.
+struct RankTraits {
+  int64_t micro_batches;
+  int stage;
+  int tensor_rank;            ///< 0 where ranks that layers are cut over are alike
+  int column_kind;            ///< column_kinds()
+  std::vector<int64_t> role;  ///< in the deterministic tree; empty without one
+  Elements elements;          ///< that it holds of what is sharded; empty where that makes no class
+
+  auto operator<=>(const RankTraits&) const = default;
+};
+
 /// What the ranks of the sharding group hold of the parameters.
 struct Held {
   std::vector<Elements> of_each;  ///< by rank, where few ranks are told apart
@@ -172,22 +184,23 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size,
   const int sources = deals_experts_over_replicas(config, shape) ? config.mesh.ep * config.mesh.expert_tp : 1;
   const auto roles = config.run.deterministic ? tree_roles(micro_batches, data_ranks, sources) : std::vector<std::vector<int64_t>>{};
   const std::vector<int> parts = column_kinds(config, mesh.size(axes.columns), documents, apart);
-  const std::vector<int64_t> no_role;
-  const Elements none;
   // What tp cuts need not be equal, so each of its ranks is a class of its own, where there are few or they differ; so is each stage. Parts of a sequence are
   // one where their shapes are.
   const bool alike = !apart && even;
-  using Key = std::tuple<int64_t, int, int, int, const std::vector<int64_t>&, const Elements&>;
-  std::map<Key, std::vector<int>> classes;
-  for (int rank = 0; rank < world_size; ++rank) {
-    const auto data_rank = static_cast<size_t>(data[static_cast<size_t>(rank)]), shard_rank = static_cast<size_t>(shard[static_cast<size_t>(rank)]);
-    classes[Key(chunk(micro_batches, data_ranks, data[static_cast<size_t>(rank)]).second, stages[static_cast<size_t>(rank)],
-                alike ? 0 : tp[static_cast<size_t>(rank)], parts[static_cast<size_t>(columns[static_cast<size_t>(rank)])],
-                roles.empty() ? no_role : roles[data_rank], held_by(rank).of_each.empty() ? none : held_by(rank).of_each[shard_rank])]
-        .push_back(rank);
-  }
+  const auto traits_of = [&](int rank) -> RankTraits {
+    const auto r = static_cast<size_t>(rank);
+    const Held& held = held_by(rank);
+    return {.micro_batches = chunk(micro_batches, data_ranks, data[r]).second,
+            .stage = stages[r],
+            .tensor_rank = alike ? 0 : tp[r],
+            .column_kind = parts[static_cast<size_t>(columns[r])],
+            .role = roles.empty() ? std::vector<int64_t>() : roles[static_cast<size_t>(data[r])],
+            .elements = held.of_each.empty() ? Elements() : held.of_each[static_cast<size_t>(shard[r])]};
+  };
+  std::map<RankTraits, std::vector<int>> classes;
+  for (int rank = 0; rank < world_size; ++rank) classes[traits_of(rank)].push_back(rank);
   std::vector<std::vector<int>> result;
-  for (auto& [key, ranks] : classes) result.push_back(std::move(ranks));
+  for (auto& [traits, ranks] : classes) result.push_back(std::move(ranks));
   std::ranges::sort(result);
   const auto total = [&](int rank) {
     const auto shard_rank = static_cast<size_t>(shard[static_cast<size_t>(rank)]);

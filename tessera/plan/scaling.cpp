@@ -17,8 +17,12 @@ namespace tessera::plan {
 namespace {
 
 std::optional<Tried> fastest(const Config& config, int world, const Machine& machine, const ScalingOptions& options, bool cuts_sequences) {
-  SearchOptions search{
-      .patience = std::chrono::hours(1), .most_runs = options.runs, .fewest_columns = options.fewest_columns, .driven = options.driven, .on_the_host = false};
+  SearchOptions search{.patience = std::chrono::hours(1),
+                       .most_runs = options.runs,
+                       .fewest_columns = options.fewest_columns,
+                       .driven = options.driven,
+                       .allocator = options.allocator,
+                       .on_the_host = false};
   search.admits = [cuts_sequences](const LayoutChoice& choice) { return (choice.cp > 1) == cuts_sequences; };
   if (options.progress) {
     search.progress = [&](const std::string& text) { options.progress(fmt::format("{} ranks{}: {}", world, cuts_sequences ? " with cp" : "", text)); };
@@ -135,11 +139,9 @@ nlohmann::json to_json(const Scaling& scaling) {
     nlohmann::json one{{"ranks", point.ranks}};
     for (const auto& [name, tried] : {std::pair("whole", &point.whole), std::pair("cut", &point.cut)}) {
       if (!*tried) continue;
-      one[name] = {{"layout", layout_of(**tried, point.ranks)},
-                   {"set", settings_of((*tried)->choice, point.ranks)},
-                   {"step_s", (*tried)->time.seconds},
-                   {"tokens_per_second", scaling.tokens() / (*tried)->time.seconds / point.ranks},
-                   {"peak_bytes", (*tried)->peak_bytes}};
+      one[name] = {{"layout", layout_of(**tried, point.ranks)}, {"set", settings_of((*tried)->choice, point.ranks)},
+                   {"step_s", (*tried)->time.seconds},          {"tokens_per_second", scaling.tokens() / (*tried)->time.seconds / point.ranks},
+                   {"peak_bytes", (*tried)->peak_bytes},        {"needed_bytes", (*tried)->needed_bytes}};
     }
     points.push_back(std::move(one));
   }
@@ -165,8 +167,8 @@ std::string to_string(const Scaling& scaling) {
     for (const auto* tried : {&point.whole, &point.cut}) {
       if (!*tried) continue;
       const double step = (*tried)->time.seconds;
-      out += fmt::format("{:>8}  {:<{}}  {:>9}  {:>9}  {:>13.0f}{}\n", point.ranks, layout_of(**tried, point.ranks), width, format_bytes((*tried)->peak_bytes),
-                         format_duration(step), scaling.tokens() / step / point.ranks,
+      out += fmt::format("{:>8}  {:<{}}  {:>9}  {:>9}  {:>13.0f}{}\n", point.ranks, layout_of(**tried, point.ranks), width,
+                         format_bytes((*tried)->needed_bytes), format_duration(step), scaling.tokens() / step / point.ranks,
                          tried == &point.whole && scaling.knee == point.ranks ? "  <- the knee" : "");
     }
   }

@@ -37,7 +37,7 @@ double seconds_a_token(const Tried& tried) { return tried.time.seconds / static_
 /// Which is the better answer.
 bool is_better(const Tried& a, const Tried& b) {
   if (a.fits != b.fits) return a.fits;
-  return a.fits ? seconds_a_token(a) < seconds_a_token(b) : a.peak_bytes < b.peak_bytes;
+  return a.fits ? seconds_a_token(a) < seconds_a_token(b) : a.needed_bytes < b.needed_bytes;
 }
 
 class Search {
@@ -117,7 +117,7 @@ class Search {
     const Estimate guess = estimate_(tried.choice);
     if (guess.bytes <= guess.state_bytes) return;
     double& factor = activations_[kind_of(tried.choice)];
-    factor = std::max(factor, (static_cast<double>(tried.peak_bytes) - guess.state_bytes) / (guess.bytes - guess.state_bytes));
+    factor = std::max(factor, (static_cast<double>(tried.needed_bytes) - guess.state_bytes) / (guess.bytes - guess.state_bytes));
   }
 
   /// Null where the rules refuse it, and the reason kept.
@@ -133,12 +133,15 @@ class Search {
         if (Clock::now() > until_) throw OutOfPatience();
       };
       const auto machine = options_.driven ? options_.driven(changed) : machine_;
-      const DryRun run = dry_run(changed, world_, {.machine = machine, .alike_stages = true, .progress = patient});
-      const int64_t peak = total_of(largest_class(run).peak_bytes);
+      DryRunOptions dry{.machine = machine, .alike_stages = true, .progress = patient};
+      if (options_.allocator) dry.allocator = DeviceAllocator{.within = found_.limit};
+      const DryRun run = dry_run(changed, world_, dry);
+      const RankClass& largest = largest_class(run);
       return &tried_
                   .emplace(choice, Tried{.choice = choice,
-                                         .peak_bytes = peak,
-                                         .fits = peak <= found_.limit,
+                                         .peak_bytes = total_of(largest.peak_bytes),
+                                         .needed_bytes = needed_bytes(largest),
+                                         .fits = needed_bytes(largest) <= found_.limit,
                                          .time = run.time.value(),
                                          .estimated_seconds = estimate_(choice).seconds})
                   .first->second;
@@ -234,7 +237,7 @@ class Search {
       if (const auto tried = tried_.find(choice); tried != tried_.end()) {
         const bool fits = tried->second.fits;
         found_.losing.push_back(
-            {what, fits ? loss_of(tried->second, best) : fmt::format("needs {} of {}", format_bytes(tried->second.peak_bytes), format_bytes(found_.limit))});
+            {what, fits ? loss_of(tried->second, best) : fmt::format("needs {} of {}", format_bytes(tried->second.needed_bytes), format_bytes(found_.limit))});
       } else if (const auto refused = refused_.find(choice); refused != refused_.end()) {
         found_.losing.push_back({what, "refused: " + refused->second});
       } else if (const double state = estimate_(choice).state_bytes; state > static_cast<double>(found_.limit)) {
@@ -351,6 +354,7 @@ nlohmann::json to_json(const LayoutSearch& search) {
     layouts.push_back({{"layout", to_string(tried.choice, search.world)},
                        {"set", settings_of(tried.choice, search.world)},
                        {"peak_bytes", tried.peak_bytes},
+                       {"needed_bytes", tried.needed_bytes},
                        {"fits", tried.fits},
                        {"batch", tried.choice.batch},
                        {"estimated_seconds", tried.estimated_seconds},
@@ -388,7 +392,7 @@ std::string to_string(const LayoutSearch& search, size_t rows) {
                             : fmt::format("none of the {} that were run fits in {} a rank", search.ranked.size(), limit);
     if (!search.ranked.empty()) {
       const Tried& least = search.ranked.front();
-      out += fmt::format("; {}{}, needs {}{}", one ? "" : "the least, ", to_string(least.choice, search.world), format_bytes(least.peak_bytes),
+      out += fmt::format("; {}{}, needs {}{}", one ? "" : "the least, ", to_string(least.choice, search.world), format_bytes(least.needed_bytes),
                          one ? fmt::format(" of {} a rank", limit) : "");
     }
     if (search.smallest_world) {
@@ -407,7 +411,7 @@ std::string to_string(const LayoutSearch& search, size_t rows) {
     const Tried& tried = search.ranked[i];
     if (!tried.fits) break;
     out += fmt::format("{:>3}  {:<{}}  {:>9}  {:>9}  {:>14.0f}  {:>4.0f}%\n", i + 1, to_string(tried.choice, search.world), width,
-                       format_bytes(tried.peak_bytes), format_duration(tried.time.seconds), tried.time.tokens_per_second, 100 * tried.time.mfu);
+                       format_bytes(tried.needed_bytes), format_duration(tried.time.seconds), tried.time.tokens_per_second, 100 * tried.time.mfu);
   }
   if (!search.losing.empty()) out += "\nwhy not, in place of the first:\n";
   size_t what = 0;

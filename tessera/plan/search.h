@@ -19,7 +19,8 @@ namespace tessera::plan {
 /// A layout that was run dry.
 struct Tried {
   LayoutChoice choice{};
-  int64_t peak_bytes = 0;  ///< of the rank that needs most
+  int64_t peak_bytes = 0;    ///< of tensors, on the rank that needs most
+  int64_t needed_bytes = 0;  ///< of its device (plan::needed_bytes)
   bool fits = false;
   StepTime time{};
   double estimated_seconds = 0;  ///< of a step, by formula: why it was looked at
@@ -59,6 +60,7 @@ struct SearchOptions {
   int64_t fewest_columns = kFewestColumns;                   ///< of a sequence, that a rank keeps
   std::optional<int64_t> micro_size{};                       ///< batch.micro_size of the run as it was; where another is chosen, what depends on it is said
   std::function<Machine(const Config& layout)> driven{};     ///< the machine as each layout drives it; empty: `machine` is
+  bool allocator = false;                                    ///< what an accelerator's allocator reserves has to fit (DryRunOptions::allocator)
   bool on_the_host = true;                                   ///< where nothing fits else, optimizers there are tried, and larger worlds
   std::function<void(const std::string&)> progress{};
 };

@@ -14,6 +14,7 @@
 #include "tessera/nn/meta.h"
 #include "tessera/nn/paths_to.h"
 #include "tessera/offload/mapped_file.h"
+#include "tessera/optim/adam8bit.h"
 #include "tessera/optim/groups.h"
 #include "tessera/train/adapters.h"
 #include "tessera/train/compose.h"
@@ -139,30 +140,38 @@ void place_slices(const Config& config, at::Device device, const DiskBytes& disk
   if (places.uses("disk")) options.file = make_mapped_file(spill_folder(config), disk, /*dry=*/device.is_meta());
 }
 
+namespace {
+
+/// What an optimizer leaves to AdamW, with averages in fp32, is AdamW's.
+OptimConfig updated_by(const OptimConfig& config, const std::vector<OptimGroup>& groups, const nn::NamedParameter& parameter, const optim::WholeModel& uses) {
+  OptimConfig optim = optim::settings_of(config, groups, parameter.name, static_cast<size_t>(parameter.tensor.dim()), uses).settings;
+  if (optim.name == "adam8bit" && !optim::Adam8bit::quantizes(parameter.name, parameter.tensor.numel(), uses)) optim.name = "adamw";
+  return optim;
+}
+
+}  // namespace
+
 CountedElements count_elements(const Config& config) {
   const OffloadConfig offload = settled_places(config);
   const auto model = on_meta([&] { return make_model(config.model); });
   const Attachment adapted = add_adapters(config, *model);
   CountedElements counted{.elements = {}, .quantized_bytes = static_cast<double>(quantize_frozen(config, *model, at::kMeta).bytes)};
   const std::vector<OptimGroup> groups = optim_groups(config.optim);
-  using Kind = std::tuple<WaitingPlace, WaitingPlace, bool, bool, size_t>;
-  std::map<Kind, int64_t> elements;
+  optim::WholeModel uses;
+  optim::note_uses(uses, *model);
+  using Kind = std::tuple<WaitingPlace, WaitingPlace, bool, bool, std::string, std::string, bool>;
+  std::map<Kind, PlacedElements> elements;
   for (const auto& parameter : nn::unique_parameters(*model)) {
-    const bool trained = config.lora.modules.empty() || parameter.tensor.requires_grad();
-    const bool expert = parameter.name.find(".experts.") != std::string::npos;
-    const auto group = std::ranges::find_if(groups, [&](const OptimGroup& each) { return optim::is_of(each, parameter.name); });
-    elements[{place_of("offload.params", offload.params, parameter), place_of("offload.optimizer", offload.optimizer, parameter), trained, expert,
-              static_cast<size_t>(group - groups.begin())}] += parameter.tensor.numel();
+    PlacedElements kind{.params = place_of("offload.params", offload.params, parameter),
+                        .optimizer = place_of("offload.optimizer", offload.optimizer, parameter),
+                        .trained = config.lora.modules.empty() || parameter.tensor.requires_grad(),
+                        .expert = parameter.name.find(".experts.") != std::string::npos,
+                        .optim = updated_by(config.optim, groups, parameter, uses)};
+    const OptimConfig& optim = kind.optim;
+    const Kind what{kind.params, kind.optimizer, kind.trained, kind.expert, optim.name, optim.state_dtype, momentum_of(optim) > 0};
+    elements.try_emplace(what, kind).first->second.count += static_cast<double>(parameter.tensor.numel());
   }
-  for (const auto& [kind, count] : elements) {
-    const auto& [params, optimizer, trained, expert, group] = kind;
-    counted.elements.push_back({.params = params,
-                                .optimizer = optimizer,
-                                .trained = trained,
-                                .expert = expert,
-                                .optim = group < groups.size() ? groups[group].settings : config.optim,
-                                .count = static_cast<double>(count)});
-  }
+  for (const auto& [what, kind] : elements) counted.elements.push_back(kind);
   return counted;
 }
 

@@ -42,7 +42,8 @@ namespace {
 /// Kinds of elements as shares of the parameters that the model's shape has, and so the bytes of weights in fewer bits. `experts`: whether they are told apart.
 CountedElements shares_of(const Config& config, bool experts = false) {
   const auto& [params, optimizer] = std::tie(config.offload.params, config.offload.optimizer);
-  const bool whole = config.lora.modules.empty() && config.quantize.modules.empty() && config.optim.groups.empty();
+  const bool whole = config.lora.modules.empty() && config.quantize.modules.empty() && config.optim.groups.empty() && config.optim.name != "muon" &&
+                     config.optim.name != "adam8bit";                                    // which leave some of them to AdamW
   if (whole && !experts && params.by_pattern.empty() && optimizer.by_pattern.empty()) {  // all alike, and nothing has to be laid out
     return {
         .elements = {

@@ -16,6 +16,7 @@
 #include "tessera/core/hash.h"
 #include "tessera/core/host_read.h"
 #include "tessera/core/log.h"
+#include "tessera/core/log_plot.h"
 #include "tessera/core/poll.h"
 #include "tessera/core/svg.h"
 #include "tessera/core/system_reason.h"
@@ -184,6 +185,49 @@ TEST(SvgTest, EscapesTextAndSaves) {
   }();
   EXPECT_EQ(cut, "picture " + path.string() + ": cannot be written: File too large (ulimit -f); make room there, or name a file on another disk");
   EXPECT_FALSE(std::filesystem::exists(path)) << "half a picture is none";
+}
+
+size_t count_of(const std::string& text, const std::string& part) {
+  size_t count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+TEST(LogPlotTest, ALineThatLiesOnOthersLeavesThemToBeSeen) {
+  const auto drawn = [](const std::vector<LogPlot::Points>& lines) {
+    Svg svg(LogPlot::width, LogPlot::height);
+    const LogPlot::Axis axis{.base = 2, .values = {1, 16}, .label = [](double) { return std::string(); }};
+    LogPlot plot(svg, 0, 0, "", axis, axis);
+    for (size_t style = 0; style < lines.size(); ++style) plot.series(lines[style], style);
+    return svg.str();
+  };
+  const LogPlot::Points line{{1, 2}, {4, 4}, {16, 16}}, parts{{1, 2}, {4, 4}, {16, 8}}, other{{1, 3}, {4, 5}, {16, 16}};
+  const std::string apart = drawn({line, other});
+  EXPECT_EQ(count_of(apart, "<polyline"), 2U) << "a common point is no common line";
+  EXPECT_EQ(count_of(apart, "width=\"6\""), 5U);
+  EXPECT_EQ(count_of(apart, "width=\"3.6\""), 1U) << "the second marker on one point";
+  const auto dashed = [&](const std::string& text, size_t style, const std::string& dashes) {
+    return count_of(text, "stroke=\"" + std::string(Svg::color(style)) + "\" stroke-width=\"2\" stroke-dasharray=\"" + dashes + "\"");
+  };
+  EXPECT_EQ(count_of(apart, "dasharray"), 0U);
+  const std::string same = drawn({line, line, line});
+  EXPECT_EQ(count_of(same, "<polyline"), 3U);
+  EXPECT_EQ(count_of(same, "dasharray"), 2U);
+  EXPECT_EQ(dashed(same, 1, "10 10"), 1U);
+  EXPECT_EQ(dashed(same, 2, "5 15"), 1U);
+  const std::string beside = drawn({line, {{1, 2.01}, {4, 4.02}, {16, 15.9}}});
+  EXPECT_EQ(dashed(beside, 1, "10 10"), 1U) << "within a line's width";
+  const std::string partly = drawn({line, parts});
+  EXPECT_EQ(count_of(partly, "<polyline"), 3U) << "the second goes on alone";
+  EXPECT_EQ(dashed(partly, 1, "10 10"), 1U);
+}
+
+TEST(LogPlotTest, SaysWhatItsAxesCount) {
+  Svg svg(LogPlot::width, LogPlot::height);
+  const auto label = [](double) { return std::string("tick"); };
+  LogPlot(svg, 0, 0, "title", {.values = {1, 10}, .label = label, .name = "ranks"}, {.values = {1, 10}, .label = label, .name = "bytes & more"});
+  EXPECT_THAT(svg.str(), HasSubstr(">ranks</text>"));
+  EXPECT_THAT(svg.str(), HasSubstr(">bytes &amp; more</text>"));
 }
 
 TEST(TemporaryPlace, SaysWhichVariableNamedIt) {

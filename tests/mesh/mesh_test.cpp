@@ -42,6 +42,8 @@ TEST(Mesh, NumbersRanksWithTheFirstAxisSlowest) {
   EXPECT_EQ(mesh.size({"dp", "tp"}), 8);
   EXPECT_EQ(mesh.rank({"tp", "dp"}), 5);
   EXPECT_EQ(mesh.members({}), std::vector<int>{17});
+  EXPECT_EQ(mesh.members(6, {"dp"}), (std::vector<int>{6, 18}));
+  EXPECT_EQ(mesh.members(6, {"tp"}), (std::vector<int>{4, 5, 6, 7}));
   EXPECT_TRUE(mesh.has("dp"));
   EXPECT_FALSE(mesh.has("cp"));
 }

@@ -6,7 +6,9 @@
 #include <functional>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -42,6 +44,12 @@ Config page_model(Texts sets) {
   return config;
 }
 
+/// Of a device beside its context.
+int64_t memory_left() {
+  const Device device = find_device("h100");
+  return static_cast<int64_t>(device.memory_bytes - device.context_bytes);
+}
+
 DryRun dry_run_of(const Chosen& chosen, const Machine& machine) {
   const kernels::Bf16ProductsGuard multiplies(/*native=*/true);
   const kernels::AcceleratorAttention attention;
@@ -50,7 +58,7 @@ DryRun dry_run_of(const Chosen& chosen, const Machine& machine) {
   sets.push_back("batch.micro_size=" + std::to_string(std::gcd(chosen.batch, chosen.micro)));
   const Config config = page_model(sets);
   validate(config, chosen.world, Purpose::Plan);
-  return dry_run(config, chosen.world, {.machine = machine, .alike_stages = true, .exact_ranks = 0});
+  return dry_run(config, chosen.world, {.machine = machine, .allocator = DeviceAllocator{.within = memory_left()}, .alike_stages = true, .exact_ranks = 0});
 }
 
 Machine page_machine() { return machine_of(find_device("h100")); }
@@ -96,9 +104,9 @@ int64_t states_of(const RankClass& ranks) {
          category_bytes(ranks, MemoryCategory::Optimizer);
 }
 
-int64_t peak_of(const DryRun& run) { return total_of(largest_class(run).peak_bytes); }
+int64_t peak_of(const DryRun& run) { return needed_bytes(largest_class(run)); }
 
-bool held_by_80_gb(const DryRun& run) { return peak_of(run) <= 80'000'000'000; }
+bool held_by_80_gb(const DryRun& run) { return peak_of(run) <= memory_left(); }
 
 double hidden_share(const DryRun& run) {
   double all = 0, exposed = 0;
@@ -205,19 +213,37 @@ std::string why_not(const DryRun& run, const DryRun& best) {
   return fmt::format("{:.0f}% slower: {}", 100 * (run.time->seconds / best.time->seconds - 1), most);
 }
 
+/// Sequences of a pass, of those that deal the step evenly, with which the layout is fastest and fits; the smallest where none fits.
+std::pair<DryRun, int64_t> in_its_best_micro_batch(Chosen chosen, const Machine& machine) {
+  std::optional<std::pair<DryRun, int64_t>> best;
+  for (const int64_t micro : {1, 2, 4, 8}) {
+    chosen.micro = micro;
+    DryRun run = dry_run_of(chosen, machine);
+    if (run.batch.per_rank * run.batch.data_ranks * run.batch.accumulation != chosen.batch) break;
+    if (!best || (held_by_80_gb(run) && run.time->seconds < best->first.time->seconds)) best.emplace(std::move(run), micro);
+  }
+  return *std::move(best);
+}
+
 std::string layouts_table(const std::vector<Chosen>& group) {
   const Machine node = page_machine();
   std::vector<DryRun> runs;
   const DryRun* best = nullptr;
-  for (const Chosen& chosen : group) runs.push_back(dry_run_of(chosen, node));
+  std::vector<int64_t> micro_sizes;
+  for (const Chosen& chosen : group) {
+    auto [run, micro] = in_its_best_micro_batch(chosen, node);
+    runs.push_back(std::move(run));
+    micro_sizes.push_back(micro);
+  }
   for (const DryRun& run : runs) {
     if (held_by_80_gb(run) && (best == nullptr || run.time->seconds < best->time->seconds)) best = &run;
   }
   std::string out = fmt::format("{} devices, {} sequences a step:\n\n", group.front().world, group.front().batch) +
-                    "| layout | configuration | a device holds | sends in a node | between nodes | a step | choice |\n|---|---|---:|---:|---:|---:|---|\n";
+                    "| layout | configuration | micro-batch | a device holds | sends in a node | between nodes | a step | choice |\n"
+                    "|---|---|---:|---:|---:|---:|---:|---|\n";
   for (size_t i = 0; i < group.size(); ++i) {
     const auto sent = sent_by_link(runs[i]);
-    out += fmt::format("| {} | {} | {} | {} | {} | {} | {} |\n", group[i].label, code_words(group[i].sets), format_bytes(peak_of(runs[i])),
+    out += fmt::format("| {} | {} | {} | {} | {} | {} | {} | {} |\n", group[i].label, code_words(group[i].sets), micro_sizes[i], format_bytes(peak_of(runs[i])),
                        format_bytes(sent[0]), format_bytes(sent[1]), format_duration(runs[i].time->seconds), best ? why_not(runs[i], *best) : "does not fit");
   }
   return out;

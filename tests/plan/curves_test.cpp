@@ -42,12 +42,13 @@ TEST_F(CurvesTest, MemoryFallsWithTheStageAndIsThatOfThePlan) {
   const Config same = this->config("llama", {"batch.global_size=" + std::to_string(4 * config.batch.micro_size), "zero.stage=3"});
   EXPECT_EQ(all[2], static_cast<double>(total_of(largest_class(dry_run(same, 4)).peak_bytes)));
   EXPECT_THAT(to_string(curves), HasSubstr("the device has"));
-  EXPECT_THAT(svg_of(curves), testing::AllOf(HasSubstr("ZeRO 2"), HasSubstr("dashed")));
+  EXPECT_THAT(svg_of(curves), testing::AllOf(HasSubstr("ZeRO 2"), HasSubstr("dashed"), HasSubstr(">ranks<"), HasSubstr(">peak memory<")));
 }
 
 TEST_F(CurvesTest, WeightsDoNotGrowWithTheBatchAndActivationsDo) {
   const Curves curves = make_curves(this->config("llama"), "traffic", {.world = 2});
   ASSERT_FALSE(curves.panels.empty());
+  EXPECT_THAT(svg_of(curves), testing::AllOf(HasSubstr(">sequences<"), HasSubstr(">bytes sent<")));
   const auto weights = heights_of(curves.panels[0], "DDP: gradients"), activations = heights_of(curves.panels[0], "tensor parallel: activations");
   ASSERT_EQ(weights.size(), 4U);
   ASSERT_EQ(activations.size(), 4U);
@@ -73,6 +74,7 @@ TEST_F(CurvesTest, LatencyBeginsWithOneRankAndBatchHasEveryWay) {
   const auto json = to_json(batch);
   EXPECT_EQ(json["curve"], "batch");
   EXPECT_EQ(json["panels"][0]["y"], "seconds");
+  EXPECT_THAT(svg_of(batch), HasSubstr(">time of a step<"));
 }
 
 TEST_F(CurvesTest, RefusesWhatIsNoCurve) {

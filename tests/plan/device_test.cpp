@@ -82,6 +82,16 @@ TEST(Devices, AUsersOwnFile) {
   EXPECT_FALSE(device.power_w);
 }
 
+TEST(Devices, AContextIsAPartOfTheMemory) {
+  const plan::Device device = plan::parse_device(with(kPlain, "memory_gb = 10", "memory_gb = 10\ncontext_gb = 2"), "mine.toml");
+  EXPECT_EQ(device.context_bytes, 2e9);
+  EXPECT_EQ(device.memory_bytes, 10e9);
+  EXPECT_EQ(plan::parse_device(plan::to_toml(device), "again").context_bytes, 2e9);
+  EXPECT_EQ(plan::parse_device(kPlain, "mine.toml").context_bytes, 0);
+  EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "memory_gb = 10\ncontext_gb = 10")), HasSubstr("context_gb = 10: expected less than memory_gb"));
+  EXPECT_THAT(refused(with(kPlain, "memory_gb = 10", "memory_gb = 10\ncontext_gb = -1")), HasSubstr("context_gb"));
+}
+
 TEST(Devices, HeldToLessPowerMultipliesByTheCubeRootOfIt) {
   const std::string held = with(kPlain, "memory_gb = 10", "memory_gb = 10\npower_w = 800\nheld_to_w = 100");
   const plan::Device device = plan::parse_device(held, "mine.toml");

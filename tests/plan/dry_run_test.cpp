@@ -10,6 +10,9 @@
 
 #include "tessera/core/error.h"
 #include "tessera/models/flops.h"
+#include "tessera/plan/device.h"
+#include "tessera/plan/machine.h"
+#include "tessera/plan/presets.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -464,6 +467,63 @@ TEST_F(DryRunTest, HardwareFlopsAreThoseOfThePassesAsARunCountsThem) {
     EXPECT_EQ(passes, train(settings, one.world).steps.back().flops.run) << one.sets.front();
     EXPECT_EQ(beside > 0, one.beside) << one.sets.front();
   }
+}
+
+/// A model whose tensors are larger than an allocator's segments.
+Config larger(std::vector<std::string> sets) {
+  for (const char* set : {"model.layers=3", "model.dim=512", "model.heads=8", "model.kv_heads=8", "model.ffn_dim=1408", "model.vocab_size=8000",
+                          "data.seq_len=512", "model.max_seq_len=512", "batch.global_size=12", "run.threads=1"}) {
+    sets.insert(sets.begin(), set);
+  }
+  return plan::preset("1e8", sets).value().config;
+}
+
+TEST_F(DryRunTest, AnAllocatorReservesMoreThanIsAliveAndTheSameHoweverManyMicroBatchesAreRun) {
+  for (const auto& [world, sets] :
+       std::vector<std::pair<int, std::vector<std::string>>>{{1, {}},
+                                                             {2, {"zero.stage=3"}},
+                                                             {2, {"mesh.pp=2"}},
+                                                             {2, {"mesh.pp=2", "pipeline.schedule=gpipe"}},
+                                                             {4, {"mesh.tp=4", "precision.params=bf16", "precision.master=fp32"}}}) {
+    const Config settings = larger(sets);
+    const auto plain = plan::dry_run(settings, world), kept = plan::dry_run(settings, world, {.allocator = plan::DeviceAllocator{}}),
+               whole = plan::dry_run(settings, world, {.allocator = plan::DeviceAllocator{}, .rehearse = false});
+    for (size_t i = 0; i < plain.ranks.size(); ++i) {
+      const int64_t peak = total_of(plain.ranks[i].peak_bytes), reserved = kept.ranks[i].reserved_bytes;
+      EXPECT_EQ(plain.ranks[i].reserved_bytes, 0);
+      EXPECT_EQ(needed_bytes(plain.ranks[i]), peak);
+      EXPECT_EQ(total_of(kept.ranks[i].peak_bytes), peak);
+      EXPECT_EQ(needed_bytes(kept.ranks[i]), reserved);
+      EXPECT_GT(reserved, peak);
+      EXPECT_LT(reserved, peak * 3 / 2);
+      const double exact = static_cast<double>(whole.ranks[i].reserved_bytes);
+      EXPECT_NEAR(static_cast<double>(reserved), exact, sets.size() > 0 && sets.front() == "mesh.pp=2" ? 0.03 * exact : 0) << ::testing::PrintToString(sets);
+    }
+  }
+}
+
+TEST_F(DryRunTest, WhatAnAllocatorReservesHasToFit) {
+  Config settings = larger({});
+  const auto reserved = plan::dry_run(settings, 1, {.allocator = plan::DeviceAllocator{}}).ranks.front().reserved_bytes;
+  settings.run.memory_limit_bytes = reserved;
+  EXPECT_TRUE(plan::dry_run(settings, 1, {.allocator = plan::DeviceAllocator{.within = reserved}}).fits());
+  const auto peak = total_of(plan::dry_run(settings, 1).ranks.front().peak_bytes);
+  settings.run.memory_limit_bytes = peak;
+  EXPECT_TRUE(plan::dry_run(settings, 1).fits()) << "of tensors alone it is enough";
+  const auto tight = plan::dry_run(settings, 1, {.allocator = plan::DeviceAllocator{.within = peak}});
+  EXPECT_FALSE(tight.fits());
+  EXPECT_LT(tight.ranks.front().reserved_bytes, reserved) << "near the limit what is free is given back";
+}
+
+TEST_F(DryRunTest, GroupsThatCrossHostsAreTimedWhicheverRankIsRun) {
+  plan::Machine machine = plan::machine_of(plan::find_device("h100"));
+  machine.devices_per_host = 6;  // ranks 4 to 7 are of two hosts
+  const auto seconds = [&](int replicas, int batch) {
+    const Config settings =
+        larger({"zero.stage=3", "mesh.dp_shard=4", "mesh.dp_replicate=" + std::to_string(replicas), "batch.global_size=" + std::to_string(batch)});
+    return plan::dry_run(settings, 4 * replicas, {.machine = machine}).time->seconds;
+  };
+  EXPECT_GE(seconds(4, 16), seconds(2, 8)) << "in the larger world one rank stands for all";
 }
 
 TEST_F(DryRunTest, ModelFlopsOfAllRanksAreThoseOfTheStep) {

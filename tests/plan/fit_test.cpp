@@ -5,6 +5,7 @@
 #include "tessera/nn/operators.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/out_of_memory.h"
+#include "tessera/plan/presets.h"
 #include "tessera/plan/settings.h"
 #include "tests/train/fixture.h"
 
@@ -87,6 +88,23 @@ TEST_F(Fit, AMicroBatchThatIsPartOfTheObjectiveStaysAsItIs) {
   ASSERT_FALSE(none.fits);
   EXPECT_THAT(plan::settings_text(none), HasSubstr("a smaller batch.micro_size needs less, and trains otherwise with moe.balance_loss, moe.z_loss"));
   EXPECT_THAT(plan::settings_text(plan::find_fit(config("mixtral", {"batch.micro_size=1"}), 1, 1000)), Not(HasSubstr("batch.micro_size")));
+}
+
+/// Of an accelerator what its allocator reserves has to fit: a setting whose tensors alone do is no way out.
+TEST_F(Fit, WhatWouldFitFitsWithWhatAnAllocatorReserves) {
+  const Config settings =
+      plan::preset("1e8", {"model.layers=3", "data.seq_len=512", "model.max_seq_len=512", "batch.global_size=4", "batch.micro_size=4", "run.threads=1"})
+          .value()
+          .config;
+  const auto allocator = [](int64_t limit) { return plan::DeviceAllocator{.within = limit}; };
+  const int64_t peak = total_of(plan::find_fit(settings, 1, 1, std::chrono::seconds(0)).now.peak);
+  const auto plain = plan::find_fit(settings, 1, peak), kept = plan::find_fit(settings, 1, peak, std::chrono::seconds(60), allocator(peak));
+  EXPECT_EQ(plain.now.needed, peak);
+  EXPECT_GT(kept.now.needed, peak);
+  EXPECT_EQ(total_of(kept.now.peak), peak);
+  ASSERT_TRUE(kept.fits);
+  EXPECT_LE(kept.best()->needed, peak);
+  EXPECT_GT(kept.best()->needed, total_of(kept.best()->peak));
 }
 
 TEST_F(Fit, FindsTheFirstThatFits) {

@@ -108,8 +108,8 @@ TEST_F(HtmlReport, ShowsRankedLayoutsAndWhyOthersLose) {
   const DryRun run = run_of(config, 2);
   const LayoutSearch search{.world = 2,
                             .possible = 17,
-                            .ranked = {{.choice = {.stage = 3, .shard = 2}, .peak_bytes = 123457, .fits = true, .time = {.seconds = 0.25}},
-                                       {.choice = {.tp = 2}, .peak_bytes = 7654321, .time = {.seconds = 0.5}}},
+                            .ranked = {{.choice = {.stage = 3, .shard = 2}, .needed_bytes = 123457, .fits = true, .time = {.seconds = 0.25}},
+                                       {.choice = {.tp = 2}, .needed_bytes = 7654321, .time = {.seconds = 0.5}}},
                             .losing = {{.what = "tp 2", .reason = "needs <more>"}}};
   const auto page = html_report({.config = config, .run = run, .device = &device, .search = &search, .json = to_json(run)});
   EXPECT_EQ(problem_of_tags(page), "");

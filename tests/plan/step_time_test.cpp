@@ -126,13 +126,25 @@ TEST(CollectiveSeconds, AcrossHostsTheirLinksDecide) {
   EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3}), 7e6 / 100e9);
   EXPECT_DOUBLE_EQ(seconds({0, 4, 8, 12}), 7e6 / 10e9);             // one link a host
   EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3, 4, 5, 6, 7}), 7e6 / 40e9);  // four
+  EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3, 4}), 7e6 / 10e9) << "the ring passes the second host, which has one link";
+  EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3, 4, 5, 8, 9}), 7e6 / 20e9);
   EXPECT_EQ(seconds({5}), 0);
+}
+
+TEST(CollectiveSeconds, WhatIsForOtherHostsGoesOverEachRanksOwnLink) {
+  const Machine machine{.devices_per_host = 4, .inside = {.bandwidth = 100e9, .latency = 0}, .across = {.bandwidth = 10e9, .latency = 0}};
+  const CollectiveEvent call{.op = "all_to_all", .bytes = 8000000, .sent_bytes = 7000000};
+  const auto seconds = [&](const std::vector<int>& ranks) { return collective_cost(call, placement_of(ranks, 4), machine).seconds(); };
+  EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3}), 7e6 / 100e9);
+  EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3, 4, 5, 6, 7}), 4e6 / 10e9) << "four of the seven others are elsewhere";
+  EXPECT_DOUBLE_EQ(seconds({0, 1, 2, 3, 4, 5, 6}), 7e6 * 4 / 6 / 10e9) << "and of the three ranks of the second host, four of six";
+  EXPECT_DOUBLE_EQ(seconds({0, 4, 8, 12}), 7e6 / 10e9);
 }
 
 TEST(CollectiveSeconds, ARingAcrossHostsTakesAHopARankAndSlowsDownWithThem) {
   Machine machine{.devices_per_host = 2, .inside = {.bandwidth = 100e9, .latency = 0, .hop = 1e-6}, .across = {.bandwidth = 10e9, .latency = 0, .hop = 10e-6}};
   const CollectiveEvent call{.op = "reduce_scatter", .bytes = 8000000, .sent_bytes = 8000000};
-  const auto seconds = [&](int ranks) { return collective_cost(call, {.ranks = ranks, .hosts = ranks / 2, .per_host = 2}, machine).seconds(); };
+  const auto seconds = [&](int ranks) { return collective_cost(call, {.ranks = ranks, .hosts = ranks / 2, .per_host = 2, .fewest = 2}, machine).seconds(); };
   EXPECT_DOUBLE_EQ(seconds(8), 3 * 10e-6 + 4 * 1e-6 + 8e6 / 20e9);
   machine.across.contention = 0.5;
   EXPECT_DOUBLE_EQ(seconds(8), 3 * 10e-6 + 4 * 1e-6 + 2 * 8e6 / 20e9);

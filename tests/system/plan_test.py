@@ -25,6 +25,22 @@ class Plan(SystemTest):
         self.assertEqual([c.get("reserved_bytes") for c in left["ranks"]], [c.get("reserved_bytes") for c in said["ranks"]])
         self.assertEqual(left.get("reserved_bytes"), said.get("reserved_bytes"))
 
+    def test_what_an_accelerator_takes_beside_tensors_counts(self):
+        asked = ("7b", "--world", 8, "--device", "h100")
+        sets = ["zero.stage=3", "batch.global_size=8"]
+        ranks = self.plan(*asked, sets=sets)["ranks"]
+        for one in ranks:
+            self.assertGreater(one["reserved_bytes"], one["peak_bytes"]["total"])
+        most = max(one["reserved_bytes"] for one in ranks)
+        fits = [self.plan(*asked, sets=[*sets, f"run.memory_limit_bytes={limit}"])["fits"] for limit in (most, most // 2)]
+        self.assertEqual(fits, [True, False])
+        for one in self.plan("7b", "--world", 8, "--device", "cpu", sets=sets)["ranks"]:
+            self.assertEqual(one["reserved_bytes"], 0, "a CPU's memory is given back")
+        text = run("plan", *asked, *(f"--set={key}" for key in sets)).stdout
+        self.assertIn("of the device's memory, on the rank that needs most", text)
+        self.assertEqual(text.count("ranks like rank"), 1, "ranks that read alike are said once")
+        self.assertNotIn("data.files", text)
+
     def test_tf32_has_a_rate_of_its_own(self):
         fp32, tf32 = (self.plan("7b", "--world", 8, "--device", "h100", sets=["batch.global_size=8", f"precision.compute={c}"]) for c in ("fp32", "tf32"))
         self.assertLess(tf32["step_s"], fp32["step_s"] / 2)

@@ -24,7 +24,6 @@ TEST(StateBytes, FollowFromPrecisionAndOptimizer) {
                                                                        {{"precision.compute=bf16"}, 4, 4, 8},
                                                                        {{"optim.name=sgd"}, 4, 4, 0},
                                                                        {{"optim.name=sgd", "optim.momentum=0.9"}, 4, 4, 4},
-                                                                       {{"optim.name=muon"}, 4, 4, 4},
                                                                        {{"optim.state_dtype=bf16"}, 4, 4, 4},
                                                                        {{"optim.name=lion", "optim.state_dtype=bf16"}, 4, 4, 2},
                                                                        {with("optim.state_dtype=bf16"), 2, 4, 8},
@@ -50,7 +49,8 @@ TEST(StateBytes, AreDividedByStage) {
 
 TEST(StateBytes, AreWhatTheTrackerMeasures) {
   const Sets masters{"precision.params=bf16", "precision.compute=bf16"};
-  for (const auto& [sets, ranks] : std::vector<std::pair<Sets, int>>{{{}, 2}, {{}, 8}, {masters, 4}, {{"optim.state_dtype=bf16"}, 3}}) {
+  for (const auto& [sets, ranks] : std::vector<std::pair<Sets, int>>{
+           {{}, 2}, {{}, 8}, {masters, 4}, {{"optim.state_dtype=bf16"}, 3}, {{"optim.name=muon"}, 2}, {{"optim.name=adam8bit"}, 1}}) {
     for (const int stage : {0, 1, 2, 3}) {
       Sets all = sets;
       all.push_back("zero.stage=" + std::to_string(stage));
