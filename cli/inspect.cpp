@@ -3,23 +3,26 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <regex>
 #include <string>
 
+#include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "cli/commands.h"
 #include "cli/inspect_device.h"
 #include "cli/inspect_record.h"
+#include "cli/inspect_text.h"
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
-#include "tessera/core/format.h"
 #include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
 #include "tessera/data/corpus.h"
+#include "tessera/mesh/mesh.h"
 #include "tessera/models/flops.h"
 #include "tessera/train/progress.h"
 
@@ -35,23 +38,42 @@ json boxes_json(const std::vector<Box>& boxes) {
   return list;
 }
 
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-  return text + "]";
+/// How many ranks saved it, as its files are called; 0: they are called otherwise.
+int ranks_of(const checkpoint::Manifest& manifest) {
+  static const std::regex pattern(R"(rank-[0-9]+-of-([0-9]{1,8})\.safetensors)");
+  std::smatch parts;
+  return !manifest.files.empty() && std::regex_match(manifest.files.begin()->first, parts, pattern) ? std::stoi(parts[1]) : 0;
 }
 
-/// Elements of the model's tensors; with experts also those that one token meets.
-json parameter_counts(const std::filesystem::path& folder, const checkpoint::Manifest& manifest) {
+/// The axes that they were on; empty where the configuration asks for another number of ranks, as one that a program of somebody's own saved may.
+std::string layout_text(const Config& config, int ranks) {
+  std::string text;
+  try {
+    for (const auto& [axis, size] : mesh_shape(config.mesh, config.zero.stage, ranks)) {
+      if (size > 1) text += fmt::format("{}{} {}", text.empty() ? "" : " x ", axis, size);
+    }
+  } catch (const ConfigError&) {
+    return "";
+  }
+  if (text.empty()) text = "one rank";
+  return config.zero.stage > 0 ? fmt::format("{}, zero.stage {}", text, config.zero.stage) : text;
+}
+
+/// Elements of the model's tensors, with experts also those that one token meets; who saved it, and how the model was dealt over them.
+json facts_of(const std::filesystem::path& folder, const checkpoint::Manifest& manifest) {
   int64_t total = 0;
   for (const auto& [name, tensor] : manifest.tensors) {
     if (name.starts_with("model.")) total += std::accumulate(tensor.shape.begin(), tensor.shape.end(), int64_t{1}, std::multiplies<>());
   }
-  json counts{{"parameters", total}};
-  if (!manifest.progress.contains("config")) return counts;  // of a program of somebody's own
-  const ModelConfig model = config_of(manifest.progress, folder.string()).model;
-  if (model.experts > 0) counts["active_parameters"] = num_active_parameters(model);
-  return counts;
+  json facts{{"parameters", total}};
+  const int ranks = ranks_of(manifest);
+  if (ranks > 0) facts["ranks"] = ranks;
+  if (const auto kind = manifest.optimizer.find("kind"); kind != manifest.optimizer.end() && kind->is_string()) facts["optimizer"] = *kind;
+  if (!manifest.progress.contains("config")) return facts;  // of a program of somebody's own
+  const Config config = config_of(manifest.progress, folder.string());
+  if (config.model.experts > 0) facts["active_parameters"] = num_active_parameters(config.model);
+  if (const std::string layout = layout_text(config, ranks); !layout.empty()) facts["layout"] = layout;
+  return facts;
 }
 
 json checkpoint_json(const std::filesystem::path& folder) {
@@ -73,7 +95,7 @@ json checkpoint_json(const std::filesystem::path& folder) {
   json found{{"kind", "checkpoint"},    {"step", manifest.step}, {"valid", !problem}, {"problem", problem.value_or("")},
              {"files", manifest.files}, {"tensors", tensors}};
   if (!checkpoint::makes_numbers(manifest.progress)) found["replay"] = "not finite";
-  found.update(parameter_counts(folder, manifest));
+  found.update(facts_of(folder, manifest));
   return found;
 }
 
@@ -113,32 +135,18 @@ json describe(const std::filesystem::path& path) {
   return safetensors_json(path);
 }
 
-std::string table(const json& found) {
-  std::string out;
-  for (const auto& [key, value] : found.items())
-    if (!value.is_structured() && value != "") out += fmt::format("{:<18}{}\n", key, value.is_string() ? value.get<std::string>() : json_text(value));
-  if (!found.contains("tensors")) return out;
-  for (const auto& tensor : found["tensors"]) {
-    out += fmt::format("{:<48} {:<5} {}\n", tensor["name"].get<std::string>(), tensor["dtype"].get<std::string>(), shape_text(tensor["shape"]));
-    if (!tensor.contains("slices")) continue;
-    for (const auto& slice : tensor["slices"])
-      for (const auto& box : slice["boxes"])
-        out += fmt::format("    {} at {} in {}\n", shape_text(box["size"]), shape_text(box["offset"]), slice["file"].get<std::string>());
-  }
-  return out;
-}
-
 }  // namespace
 
 void add_inspect(Command app, int& exit_code) {
   struct Flags {
     std::string path;
-    bool json = false;
+    bool json = false, tensors = false;
   };
   auto flags = std::make_shared<Flags>();
   auto command = app.add_command("inspect", "What a checkpoint, a .safetensors file, a packed corpus or a flight record holds, and which devices there are");
   command.add_option("path", flags->path, "Checkpoint folder, .safetensors file or packed .bin");
-  command.add_flag("--json", flags->json, "Print JSON");
+  command.add_flag("--json", flags->json, "Print JSON, with every tensor and slice");
+  command.add_flag("--tensors", flags->tensors, "List the tensors, with the slices of a checkpoint");
   const auto alone = [flags] {
     require(flags->path.empty(), "inspect: ", flags->path, ": is not looked at beside `record` or `device`; leave one of them out");
   };
@@ -149,7 +157,7 @@ void add_inspect(Command app, int& exit_code) {
     require(!flags->path.empty(),
             "inspect: no path; give a checkpoint, a .safetensors file or a packed .bin, `record` and a folder of flight records, or `device`");
     const json found = describe(flags->path);
-    const std::string text = flags->json ? json_text(found, 2) + "\n" : table(found);
+    const std::string text = flags->json ? json_text(found, 2) + "\n" : found_text(found, flags->tensors);
     std::fputs(text.c_str(), stdout);
     std::fflush(stdout);
     require(found.value("valid", true), found.value("problem", ""), "; name another checkpoint, or copy this one anew");

@@ -6,15 +6,13 @@
 #include <thread>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 #include <torch/version.h>
 
+#include "cli/inspect_text.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/core/devices.h"
 #include "tessera/core/error.h"
-#include "tessera/core/format.h"
 #include "tessera/core/json_text.h"
 #include "tessera/kernels/products.h"
 #include "tessera/kernels/routines.h"
@@ -64,27 +62,6 @@ json describe() {
   return {{"devices", devices}, {"auto", resolve_device("auto").str()}, {"torch", TORCH_VERSION}, {"cuda", cuda}, {"engines", comm::engine_names()}};
 }
 
-std::string devices_table(const json& found) {
-  const auto yes = [](const json& value) { return value.is_null() ? "?" : value.get<bool>() ? "yes" : "no"; };
-  const auto bytes = [](const json& device, const char* key) {
-    const auto number = device.value(key, int64_t{0});
-    return number == 0 ? std::string() : format_bytes(number);
-  };
-  std::string out = fmt::format("{:<10} {:<32} {:>10} {:>10}  {:<6} {:<8} {}\n", "device", "model", "memory", "free", "bf16", "kernels", "reaches");
-  for (const auto& device : found["devices"]) {
-    const std::string model = device.contains("cores") ? fmt::format("{} cores", device["cores"].get<unsigned>()) : device.value("model", "");
-    const auto peers = device.value("peers", std::vector<std::string>());
-    out += fmt::format("{:<10} {:<32} {:>10} {:>10}  {:<6} {:<8} {}\n", device["name"].get<std::string>(), model, bytes(device, "memory_bytes"),
-                       bytes(device, "free_bytes"), yes(device["bf16"]), yes(device["kernels"]), fmt::join(peers, " "));
-  }
-  const auto& cuda = found["cuda"];
-  out += fmt::format("torch {}, {} CUDA; this build has {} for it\n", found["torch"].get<std::string>(), cuda["torch"].get<bool>() ? "with" : "without",
-                     cuda["build"].get<bool>() ? "kernels" : "no kernels");
-  out += fmt::format("engines: {}\n", fmt::join(found["engines"].get<std::vector<std::string>>(), ", "));
-  out += fmt::format("run.device = auto: {}\n", found["auto"].get<std::string>());
-  return out;
-}
-
 }  // namespace
 
 void add_inspect_device(Command inspect, int& exit_code, const std::function<void()>& check) {
@@ -94,7 +71,7 @@ void add_inspect_device(Command inspect, int& exit_code, const std::function<voi
   command.when_chosen([as_json, check, &exit_code] {
     check();
     const json found = describe();
-    const std::string text = *as_json ? json_text(found) + "\n" : devices_table(found);
+    const std::string text = *as_json ? json_text(found) + "\n" : devices_text(found);
     std::fputs(text.c_str(), stdout);
     exit_code = 0;
   });

@@ -38,8 +38,20 @@ void refuse_other_numbers(const HuggingFaceConfig& config) {
     require(!value, config.file().string(), ": ", key, " = ", value.value_or(nullptr).dump(), ": ", what);
   };
   refuse("quantization_config", "quantized weights are not supported; give the weights as fp32, fp16 or bf16, without it");
+  refuse("per_layer_config", "layers that differ from one another are not supported; leave it out where it changes nothing");
   if (config.find<double>("partial_rotary_factor")) config.expect("partial_rotary_factor", 1.0, 1.0);  // null is none, for them, too
   config.expect("is_causal", true, true);
+  (void)named_weights(config);
+}
+
+/// Where PEFT is installed, their AutoModel adds an adapter that lies beside the weights, unasked.
+void refuse_adapter_unasked(const std::filesystem::path& dir, const LoraConfig& lora) {
+  const auto adapter = dir / "adapter_config.json";
+  if (!is_there(adapter)) return;
+  std::error_code none;
+  const bool asked = !lora.modules.empty() && std::filesystem::equivalent(lora.from_peft, dir, none);
+  require(asked, "model.from_hf = ", dir.string(), ": an adapter lies beside its weights (", adapter.string(),
+          "), which transformers adds to them; set lora.from_peft to this folder, with lora.modules, or move the adapter away");
 }
 
 template <class T>
@@ -80,6 +92,14 @@ int64_t HuggingFaceConfig::size_by(const std::string& key, const std::string& al
   require(find<int64_t>(key).value_or(value) == value, file_.string(), ": ", key, " = ", json_.value(key, nlohmann::json()).dump(), " contradicts ", alias,
           " = ", value, ", another name of it; correct the one that is wrong");
   return value;
+}
+
+std::optional<std::string> named_weights(const HuggingFaceConfig& config) {
+  const auto name = config.find<std::string>("transformers_weights");
+  const bool fits = !name || (name->find('/') == std::string::npos && (name->ends_with(".safetensors") || name->ends_with(".safetensors.index.json")));
+  require(fits, config.file().string(), ": transformers_weights = ", nlohmann::json(name.value_or("")).dump(),
+          ": is no file of weights beside it that can be read here; name a .safetensors or a .safetensors.index.json, or leave it out");
+  return name;
 }
 
 std::vector<HuggingFaceFamily> hugging_face_families() { return {llama_family(), mistral_family(), gpt2_family(), mixtral_family()}; }
@@ -128,6 +148,7 @@ ModelConfig read_hugging_face_config(const Config& config) {
   const HuggingFaceConfig file(dir / "config.json");
   const HuggingFaceFamily family = family_of(file);
   refuse_other_numbers(file);
+  refuse_adapter_unasked(dir, config.lora);
   ModelConfig model = family.read_config(file);
   model.family = family.family;
   model.from_hf = config.model.from_hf;

@@ -77,6 +77,10 @@ class HuggingFaceConfig {
 /// More layers than any model has, and few enough for a table of them.
 inline constexpr int64_t kMostLayers = 10'000;
 
+/// The file of weights, or their index, that `transformers_weights` names in place of the usual ones; nothing where it names none. Throws ConfigError for a
+/// name of another kind.
+std::optional<std::string> named_weights(const HuggingFaceConfig& config);
+
 /// The ids under `key`: a number, or a list of them. Throws ConfigError.
 std::set<int64_t> read_ids(const HuggingFaceConfig& file, const std::string& key);
 

@@ -37,7 +37,7 @@ nlohmann::json write_gpt2_config(const ModelConfig& model) {
           {"layer_norm_epsilon", model.norm_eps},
           {"activation_function", "gelu_new"},
           {"embd_pdrop", model.dropout},
-          {"attn_pdrop", model.dropout},
+          {"attn_pdrop", 0.0},  // of attention's probabilities: ours drops its output, as their resid_pdrop does
           {"resid_pdrop", model.dropout}};
 }
 

@@ -7,6 +7,18 @@
 namespace tessera::checkpoint {
 namespace {
 
+/// To transformers 5 a rope_scaling that says anything is the whole rope_parameters, and 4 does not look at those: a theta that stands there alone is no one's.
+void refuse_hidden_theta(const HuggingFaceConfig& config) {
+  const auto has_theta = [&](const std::string& key) {
+    const auto rope = config.find<nlohmann::json>(key);
+    return rope && rope->is_object() && rope->contains("rope_theta") && !rope->at("rope_theta").is_null();
+  };
+  const auto scaling = config.find<nlohmann::json>("rope_scaling");
+  const bool hides = scaling && !scaling->empty() && !has_theta("rope_scaling");
+  require(!hides || !has_theta("rope_parameters") || config.find<double>("rope_theta"), config.file().string(), ": rope_theta of rope_parameters contradicts ",
+          "rope_scaling = ", scaling.value_or(nullptr).dump(), ", which takes its place and has none; remove rope_scaling, or write rope_theta beside the two");
+}
+
 /// The wavelengths' base. transformers 5 writes rope_parameters, transformers 4 rope_theta and rope_scaling.
 double read_rope_theta(const HuggingFaceConfig& config, double absent) {
   std::optional<double> theta = config.find<double>("rope_theta");
@@ -32,6 +44,7 @@ double read_rope_theta(const HuggingFaceConfig& config, double absent) {
       }
     }
   }
+  refuse_hidden_theta(config);
   require(contradiction.empty(), config.file().string(), ": ", contradiction, "; correct the one that is wrong");
   require(theta.value_or(1) > 0, config.file().string(), ": rope_theta = ", theta.value_or(1), " must be positive");
   return theta.value_or(absent);

@@ -19,7 +19,20 @@
 namespace tessera::checkpoint {
 namespace {
 
-/// The tensors of model.safetensors, or of the files that its index lists, by name.
+/// The file of weights, or their index: the one that config.json names, or else the usual ones in the order in which transformers looks for them.
+std::string weights_name(const std::filesystem::path& dir) {
+  const std::string single = "model.safetensors", index = "model.safetensors.index.json";
+  const auto config = dir / "config.json";
+  if (const auto named = is_there(config) ? named_weights(HuggingFaceConfig(config)) : std::nullopt) {
+    require(is_there(dir / *named), config.string(), ": transformers_weights = \"", *named, "\": no such file there; copy it beside, or leave the key out");
+    return *named;
+  }
+  if (is_there(dir / single)) return single;
+  require(is_there(dir / index), "model.from_hf = ", dir.string(), ": holds neither ", single, " nor ", index);
+  return index;
+}
+
+/// The tensors of the file of weights, or of those that an index lists, by name.
 std::map<std::string, SafetensorsFile> open_files(const std::filesystem::path& dir) {
   std::map<std::string, SafetensorsFile> by_tensor;
   const auto add_all = [&](const std::string& name) {
@@ -29,12 +42,11 @@ std::map<std::string, SafetensorsFile> open_files(const std::filesystem::path& d
       require(first, (dir / name).string(), ": tensor '", tensor, "' is in another file too");
     }
   };
-  const std::string single = "model.safetensors", index = "model.safetensors.index.json";
-  if (is_there(dir / single)) {
-    add_all(single);
+  const std::string index = weights_name(dir);
+  if (!index.ends_with(".json")) {
+    add_all(index);
     return by_tensor;
   }
-  require(is_there(dir / index), "model.from_hf = ", dir.string(), ": holds neither ", single, " nor ", index);
   const auto json = read_json(dir / index);
   const auto map = json.find("weight_map");
   require(map != json.end() && map->is_object(), (dir / index).string(), ": has no weight_map");

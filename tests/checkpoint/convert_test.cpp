@@ -90,6 +90,18 @@ TEST(Convert, WhatWasWrittenReadsBackFromAnyLayout) {
   }
 }
 
+/// Attention's probabilities are never dropped here.
+TEST(Convert, DropoutGoesWhereOursIs) {
+  const TemporaryFolder folder;
+  auto model = small("gpt2", true);
+  model.dropout = 0.25;
+  export_hugging_face(saved(folder.path(), draw(model), 1), model, folder / "hf");
+  const auto config = read_json(folder / "hf" / "config.json");
+  EXPECT_EQ(config["embd_pdrop"], 0.25);
+  EXPECT_EQ(config["resid_pdrop"], 0.25);
+  EXPECT_EQ(config["attn_pdrop"], 0.0);
+}
+
 TEST(Convert, SplitsIntoFilesWithAnIndex) {
   const TemporaryFolder folder;
   const auto model = small("llama", false);

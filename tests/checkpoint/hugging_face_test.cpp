@@ -174,6 +174,9 @@ TEST(HuggingFaceConfigFile, RefusesByName) {
     expect_refused(config, "is_causal", false, "is_causal = false");
     expect_refused(config, "is_causal", nullptr, "is_causal = null");  // transformers takes it for false
     expect_refused(config, "quantization_config", {{"bits", 4}}, "quantization_config = {\"bits\":4}");
+    expect_refused(config, "per_layer_config", {{"0", {{"intermediate_size", 6}}}}, "per_layer_config = {\"0\":{\"intermediate_size\":6}}");
+    expect_refused(config, "transformers_weights", "weights.bin", "transformers_weights = \"weights.bin\"");
+    expect_refused(config, "transformers_weights", "../other.safetensors", "transformers_weights = \"../other.safetensors\"");
   }
   expect_refused(llama_config(), "sliding_window", 4, "MistralForCausalLM");
   expect_refused(mistral_config(), "sliding_window", 0, "sliding_window = 0");
@@ -196,6 +199,45 @@ TEST(HuggingFaceConfigFile, RefusesByName) {
   EXPECT_THAT([&] { read_hugging_face_config(config_for(folder.path())); }, ThrowsMessage<ConfigError>(HasSubstr("not a JSON object")));
   EXPECT_THAT([&] { read_hugging_face_config(config_for(folder / "nowhere")); },
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("model.from_hf"), HasSubstr("nowhere"))));
+}
+
+/// As transformers 5.24 and 4.57 read it: theirs is the class's own theta there.
+TEST(HuggingFaceConfigFile, AThetaThatRopeScalingHidesIsAContradiction) {
+  const TemporaryFolder folder;
+  auto json = llama_config();
+  json.erase("rope_theta");
+  json["rope_parameters"] = {{"rope_type", "default"}, {"rope_theta", 900.0}};
+  json["rope_scaling"] = {{"rope_type", "default"}};
+  EXPECT_THAT([&] { read_config(folder, json); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("rope_theta of rope_parameters contradicts rope_scaling = {\"rope_type\":\"default\"}"),
+                                               HasSubstr("write rope_theta beside the two"))));
+  json["rope_theta"] = 900.0;
+  EXPECT_EQ(read_config(folder, json).rope_theta, 900) << "which both versions take then";
+  json.erase("rope_theta");
+  json["rope_scaling"]["rope_theta"] = 900.0;
+  EXPECT_EQ(read_config(folder, json).rope_theta, 900);
+  for (const nlohmann::json& none : {nlohmann::json(), nlohmann::json::object()}) {
+    json["rope_scaling"] = none;
+    EXPECT_EQ(read_config(folder, json).rope_theta, 900) << "it says nothing";
+  }
+}
+
+/// AutoModel of transformers, with PEFT installed, gives the sum of both.
+TEST(HuggingFaceConfigFile, AnAdapterBesideTheWeightsHasToBeAskedFor) {
+  const TemporaryFolder folder;
+  write_all(folder / "adapter_config.json", "{}");
+  const auto beside = [&](const std::string& modules, const std::filesystem::path& from) {
+    return [=](Config& config) {
+      config.lora.modules = modules;
+      config.lora.from_peft = from.string();
+    };
+  };
+  const auto refused =
+      ThrowsMessage<ConfigError>(AllOf(HasSubstr("model.from_hf = "), HasSubstr("adapter_config.json"), HasSubstr("set lora.from_peft to this folder")));
+  EXPECT_THAT([&] { read_config(folder, llama_config()); }, refused);
+  EXPECT_THAT([&] { read_config(folder, llama_config(), beside("layers.*.attention.*", folder / "another")); }, refused);
+  EXPECT_THAT([&] { read_config(folder, llama_config(), beside("", folder.path())); }, refused) << "without modules it is not read";
+  EXPECT_EQ(read_config(folder, llama_config(), beside("layers.*.attention.*", folder / ".")).dim, 8);
 }
 
 TEST(HuggingFaceConfigFile, KeysThatAreSetMustAgree) {
@@ -553,6 +595,31 @@ TEST(LoadHuggingFace, ReadsShardedFilesAndOnlyTheSlicesAskedFor) {
   expect_refused({{"weight_map", {{"a", 3}}}}, "no name of a file beside it");
   expect_refused({{"weight_map", {{"a", "model-00003.safetensors"}}}}, "model-00003.safetensors");
   expect_refused({{"map", 1}}, "has no weight_map");
+}
+
+TEST(LoadHuggingFace, TakesTheFileThatConfigNames) {
+  const TemporaryFolder folder;
+  auto json = llama_config();
+  auto tensors = llama_tensors();
+  write_model(folder, json, tensors);
+  const std::string usual = hugging_face_fingerprint(folder.path());
+  tensors["lm_head.weight"] = at::randn({11, 8});
+  write_safetensors(folder / "best.safetensors", tensors);
+  nlohmann::json map;
+  for (const auto& [name, tensor] : tensors) map[name] = "best.safetensors";
+  write_all(folder / "best.safetensors.index.json", nlohmann::json{{"weight_map", map}}.dump());
+  for (const char* named : {"best.safetensors", "best.safetensors.index.json"}) {
+    json["transformers_weights"] = named;
+    const auto model = read_config(folder, json);
+    const auto targets = targets_for(model);
+    load_hugging_face(folder.path(), model, targets);
+    EXPECT_TRUE(at::equal(find(targets, "head.weight"), tensors.at("lm_head.weight"))) << named;
+    EXPECT_NE(hugging_face_fingerprint(folder.path()), usual) << named;
+  }
+  json["transformers_weights"] = "gone.safetensors";
+  const auto model = read_config(folder, json);
+  EXPECT_THAT([&] { load_hugging_face(folder.path(), model, targets_for(model)); },
+              ThrowsMessage<ConfigError>(HasSubstr("transformers_weights = \"gone.safetensors\": no such file there")));
 }
 
 TEST(LoadHuggingFace, RefusesWithTheFullListBeforeTouchingAnything) {

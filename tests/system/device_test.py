@@ -35,6 +35,7 @@ class Device(SystemTest):
         for name in names:
             self.assertIn(name, table)
         self.assertIn(f"run.device = auto: {found['auto']}", table)
+        self.assertEqual("reaches" in table, any(device.get("peers") for device in found["devices"]))
         if found["auto"] != "cpu":
             return
         line = self.refusal(run("train", self.recipe, "--device", "cuda:0"))

@@ -1,6 +1,7 @@
 """Stopping and resuming equals never having stopped."""
 
 import json
+import re
 import shutil
 import unittest
 
@@ -122,6 +123,13 @@ class Resume(SystemTest):
         self.assertEqual(listing["step"], 10)
         names = {entry["name"] for entry in listing["tensors"]}
         self.assertIn("norm.weight", names)
+        summary, whole = (run("inspect", folders[-1], *more).stdout for more in ((), ("--tensors",)))
+        self.assertRegex(summary, r"(?m)^step +10\n(.*\n)*parameters +[0-9]+\n(.*\n)*ranks +[0-9]+\nlayout +")
+        self.assertRegex(summary, r"(?m)^optimizer\.exp_avg +F32 +[0-9]+ +[0-9.]+ KiB$")
+        self.assertNotIn("norm.weight", summary)
+        self.assertTrue(whole.startswith(summary[:summary.index("--tensors")]))
+        for name in names:
+            self.assertRegex(whole, rf"(?m)^{re.escape(name)} +F32 +\[")
         next(folders[-1].glob("*.safetensors")).unlink()
         done = run("inspect", folders[-1], "--json")
         self.assertIn("is missing", self.refusal(done))

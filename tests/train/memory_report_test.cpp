@@ -8,8 +8,8 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/train/memory_watch.h"
 #include "tests/data/files.h"
-#include "tests/train/fixture.h"
 #include "tests/test_device.h"
+#include "tests/train/fixture.h"
 
 namespace tessera {
 namespace {
@@ -142,12 +142,31 @@ TEST(MemoryReport, DrawsAreasPhasesPeakAndTensors) {
   const std::string picture = draw_memory(small_history(), "run: memory of step 2").str();
   EXPECT_THAT(picture, AllOf(HasSubstr("run: memory of step 2"), HasSubstr("<title>params</title>"), HasSubstr("<title>activations</title>"),
                              HasSubstr("peak 4.00 MiB in forward, in layers.0"), HasSubstr(">forward<"), HasSubstr(">backward<"),
-                             HasSubstr("[768, 1024] Float"), HasSubstr("head.weight"), HasSubstr(">100 ms<")));
+                             HasSubstr("[768, 1024] Float"), HasSubstr("head.weight"), HasSubstr(">100 ms<"), HasSubstr(">0<")));
+  EXPECT_THAT(picture, Not(HasSubstr("0 ns")));
   EXPECT_THAT(picture, Not(HasSubstr("<title>comm</title>"))) << "there was none";
   EXPECT_THAT(picture, Not(HasSubstr("events"))) << "none was left out";
   auto thinned = small_history();
   thinned.events_per_point = 2;
   EXPECT_THAT(draw_memory(thinned, "t").str(), HasSubstr("4 of 4 events"));
+}
+
+TEST(MemoryReport, NamesThePhaseOfThePeakHoweverShort) {
+  const auto names = [](const std::string& picture, const std::string& name) {
+    size_t count = 0;
+    for (size_t at = picture.find(name); at != std::string::npos; at = picture.find(name, at + 1)) ++count;
+    return count;
+  };
+  auto history = small_history();
+  history.marks[0].seconds = 0.039;
+  history.marks[1].seconds = 0.041;  // forward is 14 pixels wide
+  const std::string picture = draw_memory(history, "t").str();
+  EXPECT_EQ(names(picture, ">forward</text>"), 1U);
+  EXPECT_EQ(names(picture, ">backward</text>"), 1U);
+  history.marks[0].seconds = 0.001;
+  history.marks[1].seconds = 0.003;
+  history.marks[0].index = history.marks[1].index = 0;
+  EXPECT_EQ(names(draw_memory(history, "t").str(), ">forward</text>"), 0U) << "of short ones only that of the peak";
 }
 
 TEST(MemoryReport, OfAStepWithoutEventsIsFlat) {

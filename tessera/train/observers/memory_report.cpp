@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -34,23 +35,26 @@ struct Peak {
   MemoryByCategory alive{};
   double seconds = 0;
   std::string where;
+  std::optional<size_t> mark{};  ///< of the history's marks, that of its phase
 };
 
 Peak peak_of(const MemoryHistory& history) {
   const MemoryEvent* const event = history.peak();
   if (!event) return {.alive = history.before, .seconds = 0, .where = "before the step"};
-  std::string phase = "in the step";
-  for (const auto& mark : history.marks) {
-    if (mark.index <= event->index) phase = "in " + mark.name;
+  Peak peak{.alive = event->after, .seconds = event->seconds, .where = "in the step"};
+  for (size_t i = 0; i < history.marks.size(); ++i) {
+    if (history.marks[i].index <= event->index) peak.mark = i;
   }
+  if (peak.mark) peak.where = "in " + history.marks[*peak.mark].name;
   const std::string& module = history.modules[static_cast<size_t>(event->module)];
-  return {.alive = event->after, .seconds = event->seconds, .where = module.empty() ? phase : phase + ", in " + module};
+  if (!module.empty()) peak.where += ", in " + module;
+  return peak;
 }
 
 class Picture {
  public:
   Picture(const MemoryHistory& history, const std::string& title)
-      : history_(history), peak_(peak_of(history)), samples_(samples_of(history, kColumns)), svg_(kWidth, kTop + kHeight + 100 + kRow * rows()) {
+      : history_(history), peak_(peak_of(history)), samples_(samples_of(history, kColumns)), svg_(kWidth, kTop + kHeight + kBelow + kRow * rows() + 10) {
     most_ = std::max<double>(1, 1.08 * static_cast<double>(total_of(peak_.alive)));
     svg_.text(kLeft, 22, title, {.size = 16, .bold = true});
     phases();
@@ -63,7 +67,8 @@ class Picture {
   Svg take() && { return std::move(svg_); }
 
  private:
-  static constexpr double kWidth = 1000, kLeft = 84, kPlot = 700, kTop = 56, kHeight = 320, kRow = 18;
+  static constexpr double kWidth = 1000, kLeft = 84, kPlot = 700, kTop = 56, kHeight = 320, kBelow = 56, kRow = 18;
+  static constexpr double kRaised = 20;  ///< where the name of the peak's phase stands above those of wider ones
   static constexpr size_t kColumns = 600;
 
   double rows() const { return static_cast<double>(history_.largest.size()) + 1; }
@@ -76,7 +81,10 @@ class Picture {
       const double begin = x(mark.seconds), end = i + 1 < history_.marks.size() ? x(history_.marks[i + 1].seconds) : kLeft + kPlot;
       svg_.rect(begin, kTop, end - begin, kHeight, i % 2 == 0 ? "#f3f3f3" : "#e4e4e4", mark.name);
       constexpr double letter = 7;
-      if (end - begin > letter * static_cast<double>(mark.name.size())) svg_.text((begin + end) / 2, kTop - 6, mark.name, {.size = 12, .anchor = "middle"});
+      const bool fits = end - begin > letter * static_cast<double>(mark.name.size());
+      if (fits) svg_.text((begin + end) / 2, kTop - 6, mark.name, {.size = 12, .anchor = "middle"});
+      if (!fits && peak_.mark == i) svg_.text(x(peak_.seconds), kTop - kRaised, mark.name, {.size = 12, .anchor = "middle"});
+      if (!fits && peak_.mark == i) svg_.line(x(peak_.seconds), kTop - kRaised + 3, x(peak_.seconds), kTop);
     }
   }
 
@@ -87,7 +95,8 @@ class Picture {
       svg_.text(kLeft - 6, y(bytes) + 4, format_bytes(static_cast<int64_t>(bytes)), {.size = 11, .anchor = "end"});
     }
     for (const double part : {0.0, 0.25, 0.5, 0.75, 1.0}) {
-      svg_.text(kLeft + part * kPlot, kTop + kHeight + 16, format_duration(part * history_.seconds), {.size = 11, .anchor = "middle"});
+      const std::string label = part == 0 ? "0" : format_duration(part * history_.seconds);
+      svg_.text(kLeft + part * kPlot, kTop + kHeight + 16, label, {.size = 11, .anchor = "middle"});
     }
   }
 
@@ -146,7 +155,7 @@ class Picture {
   }
 
   void table() {
-    double row = kTop + kHeight + 56;
+    double row = kTop + kHeight + kBelow;
     svg_.text(kLeft, row, "The largest tensors alive at the peak", {.size = 13, .bold = true});
     for (const auto& block : history_.largest) {
       row += kRow;
