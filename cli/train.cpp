@@ -80,12 +80,28 @@ constexpr const char* kSettingsSaid = "TESSERA_SETTINGS_SAID";
 constexpr const char* kGoesOnFrom = "TESSERA_GOES_ON_FROM";
 constexpr const char* kStartsAfresh = "TESSERA_STARTS_AFRESH";
 
+// How this process came to be, and what it computes on.
+struct Launch {
+  comm::Environment environment;
+  int nproc = 1;
+  int size = 1;
+  at::Device device = at::kCPU;
+  bool copies = false;  // it starts copies of itself, which are the ranks
+
+  int attempt() const { return environment.restart_count; }
+  bool restarted() const { return attempt() > 0; }
+  bool first() const { return environment.rank == 0; }
+  int local_ranks() const { return environment.launched ? environment.local_size : size; }
+  // The launcher of a run's ranks, or the first of them: what is said once is said here.
+  bool says_once() const { return !std::getenv(kSettingsSaid) && first() && !restarted(); }
+};
+
 void take_launchers_decision(CheckpointConfig& checkpoint) {
   if (const char* const from = std::getenv(kGoesOnFrom)) checkpoint.resume = from;
   if (std::getenv(kStartsAfresh)) checkpoint.replace = true;
 }
 
-std::optional<DumpRequest> dump_request(const TrainFlags& flags, const Config& config) {
+std::optional<DumpRequest> dump_request(const TrainFlags& flags, const Config& config, const MeshShape& mesh) {
   require(flags.dump_step.has_value() == flags.dump_dir.has_value(), "--dump-step and --dump-dir go together: give both or neither");
   if (!flags.dump_step) return std::nullopt;
   const auto& [step, folder] = std::tie(*flags.dump_step, *flags.dump_dir);
@@ -101,22 +117,25 @@ std::optional<DumpRequest> dump_request(const TrainFlags& flags, const Config& c
   if (const int problem = problem_of_writing_in(folder); problem != 0) {
     fail_to_write("--dump-dir = " + folder + ": nothing can be written there", problem, "name a folder on another disk");
   }
+  require(!updates_within_steps(config, size_along(mesh, mesh_roles(config).stages)), "--dump-step = ", step,
+          ": with pipeline.schedule = ", config.pipeline.schedule,
+          " a step has many updates, each with gradients of its own; leave it out, or set pipeline.schedule = 1f1b");
   return DumpRequest{step, folder};
 }
 
 // A step that was taken before this start is not taken again. A restart behind it has dumped it before.
-void check_dump_is_ahead(const std::optional<DumpRequest>& dump, const Inputs& inputs, int attempt) {
-  if (!dump || !inputs.resume || attempt > 0) return;
+void check_dump_is_ahead(const std::optional<DumpRequest>& dump, const Inputs& inputs, const Launch& launch) {
+  if (!dump || !inputs.resume || launch.restarted()) return;
   const ResumePoint& from = *inputs.resume;
   require(dump->step > from.manifest.step, "--dump-step = ", dump->step, ": the run goes on from step ", from.manifest.step, " (", from.folder.string(),
           "), and dumps steps that it takes itself; name a later one, or an earlier checkpoint as checkpoint.resume");
 }
 
 // Faults are refused before any rank is started.
-void check_faults(const std::string& flag, int size, int attempt) {
+void check_faults(const std::string& flag, const Launch& launch) {
   const char* variable = std::getenv("TESSERA_INJECT");
-  if (!flag.empty()) comm::parse_faults(flag, size, attempt, "--inject");
-  if (flag.empty() && variable) comm::parse_faults(variable, size, attempt, "TESSERA_INJECT");
+  if (!flag.empty()) comm::parse_faults(flag, launch.size, launch.attempt(), "--inject");
+  if (flag.empty() && variable) comm::parse_faults(variable, launch.size, launch.attempt(), "TESSERA_INJECT");
 }
 
 std::vector<std::string> inputs_of_run(const TrainFlags& flags, const Config& config) {
@@ -165,13 +184,9 @@ void check_log_dir(const TrainFlags& flags, const Config& config) {
           ": is in log.dir, where this run begins its own timeline.jsonl; name another log.dir, or a copy of that file elsewhere");
 }
 
-// The launcher of a run's ranks, or the first of them: what is said once is said here.
-bool comes_first(int attempt) { return !std::getenv(kSettingsSaid) && comm::read_environment().rank == 0 && attempt == 0; }
-
-// Once for all ranks, by whoever comes first.
-void say_without_effect(const Config& config, int size, int attempt) {
-  if (!comes_first(attempt)) return;
-  for (const auto& setting : settings_without_effect(config, size)) log().warn("{}", setting);
+void say_without_effect(const Config& config, const Launch& launch) {
+  if (!launch.says_once()) return;
+  for (const auto& setting : settings_without_effect(config, launch.size)) log().warn("{}", setting);
   for (const auto& group : groups_without_effect(config)) log().warn("{}", group);
 }
 
@@ -286,58 +301,98 @@ void check_disk(const Config& config, const OnDisk& what, int local_ranks, bool 
   }
 }
 
-// Refused before anything is allocated: beyond the host's memory, the kernel would end one process or another some time later, and a disk is full in the midst
-// of a step.
-void check_host_memory(const Config& config, int size, int attempt, bool on_cpu) {
-  const MeshShape mesh = mesh_shape(config.mesh, config.zero.stage, size);
+// What the ranks of this host keep there from step to step.
+struct HostShare {
+  int ranks = 1;
+  bool on_cpu = false;            // the host is the device
+  double parameters = 0;          // of the model
+  double parameters_on_host = 0;  // that its ranks hold
+  double kept = 0;                // bytes in its memory, of a parameter
+  double mapped = 0;              // bytes of a parameter in files that a rank maps into its addresses
+  OnDisk on_disk{};
+
+  double needed() const { return kept * parameters_on_host; }
+  int64_t of_rank() const { return static_cast<int64_t>(needed() / ranks); }
+};
+
+HostShare host_share(const Launch& launch, const Config& config) {
+  const MeshShape mesh = mesh_shape(config.mesh, config.zero.stage, launch.size);
+  const MeshRoles roles = mesh_roles(config);
   const Sharers shards = sharers(config, mesh);
-  const auto environment = comm::read_environment();
-  const int local_ranks = environment.launched ? environment.local_size : size;
-  const auto parameters = static_cast<double>(num_parameters(config.model));
-  const double here = parameters / size_along(mesh, mesh_roles(config).layers) / size_along(mesh, mesh_roles(config).stages) * local_ranks;
-  const bool first = environment.rank == 0;
-  const bool activations = config.offload.activations.uses("disk") && comes_first(attempt);
-  const int64_t micro_batches = chunk(config.batch.global_size / config.batch.micro_size, size_along(mesh, mesh_roles(config).batch), 0).second;
+  HostShare share{.ranks = launch.local_ranks(), .on_cpu = launch.device.is_cpu(), .parameters = static_cast<double>(num_parameters(config.model))};
+  share.parameters_on_host = share.parameters / size_along(mesh, roles.layers) / size_along(mesh, roles.stages) * share.ranks;
+  const int64_t micro_batches = chunk(config.batch.global_size / config.batch.micro_size, size_along(mesh, roles.batch), 0).second;
   const auto parts = on_disk_per_parameter(config, shards);
   const DiskTraffic traffic = parts.total() > 0 ? disk_traffic_per_parameter(config, shards, micro_batches) : DiskTraffic();
-  OnDisk on_disk{.keys = config.offload.params.uses("disk") ? "offload.params" : "offload.optimizer",
-                 .bytes = static_cast<int64_t>(parts.total() * here),
-                 .step = {.write = traffic.write * here, .read = traffic.read * here}};
-  const bool states = on_disk.bytes > 0;
-  // By the formula: with activations, a lower bound, so that no dry run is made of what is far too much.
-  if (states) check_disk(config, on_disk, local_ranks, first && !activations);
-  const double kept = on_host_per_parameter(config, shards, on_cpu).total(), needed = kept * here;
-  const bool adapted = !config.lora.modules.empty();
-  const std::string narrower = adapted && on_cpu && config.quantize.modules.empty() ? "fewer bits for what is frozen (quantize.modules), " : "";
-  const std::string what =
-      detail::concat("model: each of its ", format_count(parameters), " parameters keeps ", format_float(std::round(100 * kept) / 100), " bytes ",
-                     adapted ? "on average, most of them frozen (lora.modules), " : "", on_cpu ? "" : "beside the device, in the host's memory, ",
-                     "on a rank from step to step (weight, gradient, optimizer), which is ");
+  const bool in_files = config.offload.params.uses("disk");
+  share.kept = on_host_per_parameter(config, shards, share.on_cpu).total();
+  share.mapped = in_files ? parts.weight + parts.gradient : 0;
+  share.on_disk = {.keys = in_files ? "offload.params" : "offload.optimizer",
+                   .bytes = static_cast<int64_t>(parts.total() * share.parameters_on_host),
+                   .step = {.write = traffic.write * share.parameters_on_host, .read = traffic.read * share.parameters_on_host}};
+  return share;
+}
+
+std::string said_of_kept(const Config& config, const HostShare& share) {
+  return detail::concat("model: each of its ", format_count(share.parameters), " parameters keeps ", format_float(std::round(100 * share.kept) / 100),
+                        " bytes ", config.lora.modules.empty() ? "" : "on average, most of them frozen (lora.modules), ",
+                        share.on_cpu ? "" : "beside the device, in the host's memory, ",
+                        "on a rank from step to step (weight, gradient, optimizer), which is ");
+}
+
+// A way out, where there is that one.
+std::string fewer_bits(const Config& config, const HostShare& share) {
+  return !config.lora.modules.empty() && share.on_cpu && config.quantize.modules.empty() ? "fewer bits for what is frozen (quantize.modules), " : "";
+}
+
+void check_memory_of_host(const Config& config, const HostShare& share) {
   const int64_t host = host_memory_bytes();
-  require(host == 0 || needed <= static_cast<double>(host), what, format_bytes(static_cast<int64_t>(needed)), " for the ", local_ranks,
-          local_ranks == 1 ? " rank" : " ranks", " on this host, and it has ", format_bytes(host), "; use a smaller model, ", narrower,
-          "zero.stage = 3 or mesh.tp over more hosts (tessera plan says what each rank then needs)");
+  require(host == 0 || share.needed() <= static_cast<double>(host), said_of_kept(config, share), format_bytes(static_cast<int64_t>(share.needed())),
+          " for the ", share.ranks, share.ranks == 1 ? " rank" : " ranks", " on this host, and it has ", format_bytes(host), "; use a smaller model, ",
+          fewer_bits(config, share), "zero.stage = 3 or mesh.tp over more hosts (tessera plan says what each rank then needs)");
+}
+
+void check_memory_of_process(const Config& config, const HostShare& share) {
   const int64_t process = process_memory_limit_bytes();
-  const auto of_rank = static_cast<int64_t>(needed / local_ranks);
-  require(process == 0 || of_rank <= process, what, format_bytes(of_rank), ", and a process may have ", format_bytes(process),
-          " (ulimit -d or -v); raise that limit, set offload.optimizer = disk",
-          config.zero.stage == 3 ? " (with offload.params and offload.gradients = disk, which leave units in use alone)" : "", ", or use ", narrower,
-          "more ranks with zero.stage = 3 or mesh.tp");
-  const auto mapped = config.offload.params.uses("disk") ? static_cast<int64_t>((parts.weight + parts.gradient) * here / local_ranks) : 0;
+  require(process == 0 || share.of_rank() <= process, said_of_kept(config, share), format_bytes(share.of_rank()), ", and a process may have ",
+          format_bytes(process), " (ulimit -d or -v); raise that limit, set offload.optimizer = disk",
+          config.zero.stage == 3 ? " (with offload.params and offload.gradients = disk, which leave units in use alone)" : "", ", or use ",
+          fewer_bits(config, share), "more ranks with zero.stage = 3 or mesh.tp");
+}
+
+void check_addresses(const HostShare& share) {
+  const auto mapped = static_cast<int64_t>(share.mapped * share.parameters_on_host / share.ranks);
   rlimit addresses{};
   require(mapped == 0 || ::getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur == RLIM_INFINITY ||
-              of_rank + mapped <= static_cast<int64_t>(addresses.rlim_cur),
-          "offload.params = disk: a rank maps ", format_bytes(mapped), " of its file beside the ", format_bytes(of_rank),
+              share.of_rank() + mapped <= static_cast<int64_t>(addresses.rlim_cur),
+          "offload.params = disk: a rank maps ", format_bytes(mapped), " of its file beside the ", format_bytes(share.of_rank()),
           " that it keeps in memory, and a process may map ", format_bytes(static_cast<int64_t>(addresses.rlim_cur)),
           " (ulimit -v); raise that limit (ulimit -d, which counts no files, may stay), or use more ranks");
-  if (!activations) return;
-  const int64_t all = plan::disk_bytes_of_host(config, size, local_ranks);
-  const auto moved = static_cast<double>(all - on_disk.bytes);  // out and in, at least once a step
+}
+
+// By a dry run, which counts activations, too.
+void check_disk_with_activations(const Launch& launch, const Config& config, const HostShare& share) {
+  const OnDisk& states = share.on_disk;
+  const int64_t all = plan::disk_bytes_of_host(config, launch.size, share.ranks);
+  const auto moved = static_cast<double>(all - states.bytes);  // out and in, at least once a step
   check_disk(config,
-             {.keys = states ? on_disk.keys + " and offload.activations" : "offload.activations",
+             {.keys = states.bytes > 0 ? states.keys + " and offload.activations" : "offload.activations",
               .bytes = all,
-              .step = {.write = on_disk.step.write + moved, .read = on_disk.step.read + moved}},
-             local_ranks, first);
+              .step = {.write = states.step.write + moved, .read = states.step.read + moved}},
+             share.ranks, launch.first());
+}
+
+// Refused before anything is allocated: beyond the host's memory, the kernel would end one process or another some time later, and a disk is full in the midst
+// of a step.
+void check_host(const Launch& launch, const Config& config) {
+  const HostShare share = host_share(launch, config);
+  const bool activations = config.offload.activations.uses("disk") && launch.says_once();
+  // By the formula: with activations, a lower bound, so that no dry run is made of what is far too much.
+  if (share.on_disk.bytes > 0) check_disk(config, share.on_disk, share.ranks, launch.first() && !activations);
+  check_memory_of_host(config, share);
+  check_memory_of_process(config, share);
+  check_addresses(share);
+  if (activations) check_disk_with_activations(launch, config, share);
 }
 
 // A checkpoint.dir that is there already is this run's before anything in it is read: what a live run is about to change says nothing, and of all that may be
@@ -362,67 +417,90 @@ void try_checkpoint_dir(const Config& config) {
   }
 }
 
-int train(const TrainFlags& flags) {
-  Config config = read_config(flags.file, flags.sets);
-  const CheckpointConfig asked = config.checkpoint;
-  const BatchConfig asked_batch = config.batch;
-  take_launchers_decision(config.checkpoint);
-  const int size = world_size(flags.nproc);
-  settle_batch(config, size);
-  validate(config, size);
-  const int attempt = comm::read_environment().restart_count;
-  Config here = config;  // as this machine alone would compute; the ranks' answer comes once they meet
-  const at::Device device = device_for(config.run.device, flags.nproc);
+// As this machine alone would compute; the ranks' answer comes once they meet.
+Config resolved_on(at::Device device, const Config& config) {
   if (config.run.graph) require_graphs(device);
-  precision::settle_compute(here, device, precision::Saying::Silent);
-  check_pipeline(config, mesh_shape(config.mesh, config.zero.stage, size));
-  check_modules(here, mesh_shape(config.mesh, config.zero.stage, size));
-  check_faults(flags.inject, size, attempt);
+  Config resolved = config;
+  precision::settle_compute(resolved, device, precision::Saying::Silent);
+  return resolved;
+}
+
+// What can be refused before any of the run's inputs is read, and before any rank is started: first what the settings say of the model and of the ranks, then
+// where the run may write, and then, which takes longest, whether the host has room. Returns what is to be dumped.
+std::optional<DumpRequest> check_settings(const TrainFlags& flags, const Launch& launch, const Config& config) {
+  const Config resolved = resolved_on(launch.device, config);
+  const MeshShape mesh = mesh_shape(config.mesh, config.zero.stage, launch.size);
+  check_pipeline(config, mesh);
+  check_modules(resolved, mesh);
+  check_faults(flags.inject, launch);
   comm::check_choice(comm::world_options(config.comm));
   if (!config.comm.interface.empty()) comm::check_interface(config.comm.interface);
-  const auto dump = dump_request(flags, config);
-  const bool asynchronous = updates_within_steps(config, size_along(mesh_shape(config.mesh, config.zero.stage, size), mesh_roles(config).stages));
-  require(!dump || !asynchronous, "--dump-step = ", dump ? dump->step : 0, ": with pipeline.schedule = ", config.pipeline.schedule,
-          " a step has many updates, each with gradients of its own; leave it out, or set pipeline.schedule = 1f1b");
+
+  auto dump = dump_request(flags, config, mesh);
   check_memory_report(flags, config);
   check_log_dir(flags, config);
-  if (comm::read_environment().rank == 0) MetricsFile::check_free(config.log.dir, lock_patience(config, attempt > 0));
+  if (launch.first()) MetricsFile::check_free(config.log.dir, lock_patience(config, launch.restarted()));
   check_reached("checkpoint.dir", config.checkpoint.dir);
-  say_without_effect(config, size, attempt);
-  const bool first = comm::read_environment().rank == 0;
-  check_host_memory(here, size, attempt, device.is_cpu());
-  if (flags.preflight && comes_first(attempt)) {
-    const auto environment = comm::read_environment();
-    log().info("{}", plan::preflight(here, size, environment.launched ? environment.local_size : size, device.is_cpu() ? host_memory_bytes() : 0));
-  }
-  Inputs held = first ? hold_checkpoint_dir(config, attempt > 0) : Inputs();
-  const char* hashed = std::getenv(kHashed);
-  const bool one_of_several = size > 1 && !starts_copies(flags.nproc);
-  Inputs inputs =
-      open_inputs(config, {.restarted = attempt > 0, .job = comm::read_environment().job, .hashed = hashed ? hashed : "", .one_of_several = one_of_several});
-  if (comes_first(attempt)) say_once(inputs.text_remarks);
-  if (first) check_checkpoint_dir(config, inputs);  // the others are told
-  check_dump_is_ahead(dump, inputs, attempt);
-  try_checkpoint_dir(config);
-  if (starts_copies(flags.nproc)) {
-    lock_checkpoint_dir(config, held);
-    // Decided here once for all ranks, and said once.
-    for (const auto& remark : inputs.remarks) log().warn("{}", remark);
-    std::vector<std::pair<std::string, std::string>> variables{{kSettingsSaid, "1"}};
-    if (const auto dir = record_dir(config); !dir.empty()) variables.emplace_back(kRecordDir, dir);
-    const std::string resume = inputs.resume ? std::filesystem::absolute(inputs.resume->folder).string() : "";
-    if (inputs.resume && inputs.resume->hashed) variables.emplace_back(kHashed, resume);
-    variables.emplace_back(kGoesOnFrom, resume);
-    if (inputs.may_start_afresh) variables.emplace_back(kStartsAfresh, "1");  // what could not be used is not in the way
-    held.lock.reset();                                                        // the first rank will take it
-    return run_copies(flags.nproc, {}, variables);
-  }
-  inputs.lock = std::move(held.lock);
-  inputs.remarks.insert(inputs.remarks.begin(), held.remarks.begin(), held.remarks.end());
-  if (first) lock_checkpoint_dir(config, inputs);
 
-  auto options = options_for(config, size, inputs);
-  options.device = device;
+  say_without_effect(config, launch);
+  check_host(launch, resolved);
+  if (flags.preflight && launch.says_once()) {
+    log().info("{}", plan::preflight(resolved, launch.size, launch.local_ranks(), launch.device.is_cpu() ? host_memory_bytes() : 0));
+  }
+  return dump;
+}
+
+// Opens what the run reads, and refuses what does not fit to it or to what is in checkpoint.dir.
+Inputs check_inputs(const Launch& launch, const Config& config, const std::optional<DumpRequest>& dump) {
+  const char* hashed = std::getenv(kHashed);
+  Inputs inputs = open_inputs(
+      config,
+      {.restarted = launch.restarted(), .job = launch.environment.job, .hashed = hashed ? hashed : "", .one_of_several = launch.size > 1 && !launch.copies});
+  if (launch.says_once()) say_once(inputs.text_remarks);
+  if (launch.first()) check_checkpoint_dir(config, inputs);  // the others are told
+  check_dump_is_ahead(dump, inputs, launch);
+  try_checkpoint_dir(config);
+  return inputs;
+}
+
+// Decides once for all ranks, says it once, and starts them. `held` is what this process holds of checkpoint.dir. Returns the exit code.
+int start_copies(const Launch& launch, const Config& config, Inputs held, const Inputs& inputs) {
+  lock_checkpoint_dir(config, held);
+  for (const auto& remark : inputs.remarks) log().warn("{}", remark);
+  std::vector<std::pair<std::string, std::string>> variables{{kSettingsSaid, "1"}};
+  if (const auto dir = record_dir(config); !dir.empty()) variables.emplace_back(kRecordDir, dir);
+  const std::string resume = inputs.resume ? std::filesystem::absolute(inputs.resume->folder).string() : "";
+  if (inputs.resume && inputs.resume->hashed) variables.emplace_back(kHashed, resume);
+  variables.emplace_back(kGoesOnFrom, resume);
+  if (inputs.may_start_afresh) variables.emplace_back(kStartsAfresh, "1");  // what could not be used is not in the way
+  held.lock.reset();                                                        // the first rank will take it
+  return run_copies(launch.nproc, {}, variables);
+}
+
+// The settings as they were given, where this process has settled others.
+struct Asked {
+  CheckpointConfig checkpoint;
+  BatchConfig batch;  // per_rank, which other ranks would settle otherwise
+
+  Config in(Config config) const {
+    config.checkpoint = checkpoint;
+    config.batch = batch;
+    return config;
+  }
+};
+
+void add_observers(Trainer& trainer, const TrainFlags& flags, const Config& config) {
+  trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));
+  trainer.add_observer(std::make_unique<TensorBoard>(flags.strict_log));
+  if (config.model.experts > 0) trainer.add_observer(std::make_unique<ExpertMap>());
+  if (flags.memory_report) trainer.add_observer(std::make_unique<MemoryReport>(flags.memory_report_file));
+  trainer.add_observer(std::make_unique<ProgressBar>(ProgressBar::Options{.terminal = ProgressBar::is_terminal(stderr)}));
+}
+
+// Trains as one rank of all.
+void run_rank(const TrainFlags& flags, const Launch& launch, Config config, const Asked& asked, const std::optional<DumpRequest>& dump, Inputs inputs) {
+  auto options = options_for(config, launch.size, inputs);
+  options.device = launch.device;
   options.record_dir = record_dir(config);
   options.inject = flags.inject;
   auto world = comm::World::from_environment(options);
@@ -433,24 +511,15 @@ int train(const TrainFlags& flags) {
     settings.emplace_back("--dump-step", dump ? std::to_string(dump->step) : "not given");
     check_ranks_agree(world.group(), settings);
     hash_together(config, world, inputs);
-    precision::settle_compute(config, device, world.group());
+    precision::settle_compute(config, launch.device, world.group());
     if (world.rank() == 0) {
       for (const auto& remark : inputs.remarks) log().warn("{}", remark);
     }
-    Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report}, device);
-    if (world.rank() == 0) {  // of a run that begins
-      Config saved = config;
-      saved.checkpoint = asked;
-      saved.batch = asked_batch;  // per_rank, which other ranks would settle otherwise
-      save_config(saved, flags.strict_log);
-    }
-    trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));
-    trainer.add_observer(std::make_unique<TensorBoard>(flags.strict_log));
-    if (config.model.experts > 0) trainer.add_observer(std::make_unique<ExpertMap>());
-    if (flags.memory_report) trainer.add_observer(std::make_unique<MemoryReport>(flags.memory_report_file));
-    trainer.add_observer(std::make_unique<ProgressBar>(ProgressBar::Options{.terminal = ProgressBar::is_terminal(stderr)}));
+    Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report}, launch.device);
+    if (world.rank() == 0) save_config(asked.in(config), flags.strict_log);  // of a run that begins
+    add_observers(trainer, flags, config);
     // Whoever ends the ranks of a launcher tells it, and it tells them by SIGTERM; a rank that hears of Ctrl-C itself has no one to wait for.
-    comm::read_environment().launched ? signals.emplace({SIGTERM}) : signals.emplace({SIGTERM, SIGINT});
+    launch.environment.launched ? signals.emplace({SIGTERM}) : signals.emplace({SIGTERM, SIGINT});
     trainer.stop_when([&] { return signals->received(); });
     trainer.run();
     // The run is over and saved: other agents of the launcher may still hand on the request to stop while ranks leave.
@@ -464,6 +533,28 @@ int train(const TrainFlags& flags) {
       end_out_of_memory(config, world, memory, error);
     }
   });
+}
+
+int train(const TrainFlags& flags) {
+  Config config = read_config(flags.file, flags.sets);
+  const Asked asked{.checkpoint = config.checkpoint, .batch = config.batch};
+  take_launchers_decision(config.checkpoint);
+  const int size = world_size(flags.nproc);
+  settle_batch(config, size);
+  validate(config, size);
+  const Launch launch{.environment = comm::read_environment(),
+                      .nproc = flags.nproc,
+                      .size = size,
+                      .device = device_for(config.run.device, flags.nproc),
+                      .copies = starts_copies(flags.nproc)};
+  const auto dump = check_settings(flags, launch, config);
+  Inputs held = launch.first() ? hold_checkpoint_dir(config, launch.restarted()) : Inputs();
+  Inputs inputs = check_inputs(launch, config, dump);
+  if (launch.copies) return start_copies(launch, config, std::move(held), inputs);
+  inputs.lock = std::move(held.lock);
+  inputs.remarks.insert(inputs.remarks.begin(), held.remarks.begin(), held.remarks.end());
+  if (launch.first()) lock_checkpoint_dir(config, inputs);
+  run_rank(flags, launch, std::move(config), asked, dump, std::move(inputs));
   return 0;
 }
 

@@ -82,6 +82,8 @@ std::vector<std::string> changed_settings(const Config& saved, const Config& cur
   std::vector<std::string> changed;
   for (const auto& [key, value] : now.items()) {
     if (key.starts_with("checkpoint.") || key.starts_with("log.") || key == "run.steps" || before.at(key) == value) continue;
+    const auto asked = current.asked.find(key);
+    if (asked != current.asked.end() && before.at(key) == asked->second) continue;
     changed.push_back(detail::concat(key, " = ", text(value), " (was ", text(before.at(key)), ")"));
   }
   return changed;

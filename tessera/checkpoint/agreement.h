@@ -22,7 +22,8 @@ void check_agreement(const nlohmann::json& saved, const nlohmann::json& current,
                      const std::map<std::string, std::string>& followed = {});
 
 /// What two configurations of one run set otherwise, as "optim.lr = 0.001 (was 0.01)": all but paths, [checkpoint], [log] and run.steps, which are no part of
-/// what is computed, or are somebody else's to tell.
+/// what is computed, or are somebody else's to tell. What a run has settled on (Config::asked) is what is compared; a `saved` that still says what was asked
+/// for is no change where `current` was asked for the same.
 std::vector<std::string> changed_settings(const Config& saved, const Config& current);
 
 }  // namespace tessera::checkpoint

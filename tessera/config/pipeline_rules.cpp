@@ -27,7 +27,7 @@ void validate_asynchronous(const Config& config, int stages) {
           with, " other stages have updated by then; set precision.loss_scale = none", or_synchronous);
   require(!config.run.deterministic, "run.deterministic = true: promises the same bits for any number of data ranks, and ", with,
           " which samples an update sums depends on that number; set run.deterministic = false (the same layout repeats its bits)", or_synchronous);
-  // Elsewhere the last stage needs what an update makes only after the first stage has brought its term: docs/pipeline.md.
+  // Elsewhere the last stage needs what an update makes only after the first stage has brought its term: docs/pipeline-schedules.md.
   const bool never_behind = config.pipeline.schedule == "pipedream" && !config.pipeline.vertical_sync;
   require(
       !config.model.tie_embeddings || !never_behind, "model.tie_embeddings = true: ", with, " the last stage takes each micro-batch with weights that all ",

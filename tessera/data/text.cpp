@@ -1,5 +1,6 @@
 #include "tessera/data/text.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
@@ -136,6 +137,17 @@ struct TextReader::State {
     return seen + inflate_into(out + seen, bytes - seen);
   }
 
+  /// To the end of the file.
+  void skip_padding() {
+    while (stream.avail_in > 0 || refill()) {
+      const size_t zeros = std::string_view(reinterpret_cast<const char*>(stream.next_in), stream.avail_in).find_first_not_of('\0');
+      const size_t skipped = std::min<size_t>(zeros, stream.avail_in);
+      stream.next_in += skipped;
+      stream.avail_in -= static_cast<uInt>(skipped);
+      require(stream.avail_in == 0, name, ": damaged at offset ", offset(), ": something follows the zero bytes that pad its end; copy the file again");
+    }
+  }
+
   size_t inflate_into(char* out, size_t bytes) {
     stream.next_out = reinterpret_cast<unsigned char*>(out);
     stream.avail_out = static_cast<uInt>(bytes);
@@ -144,8 +156,12 @@ struct TextReader::State {
         require(!in_member, name, ": truncated at offset ", offset(), ": the compressed data goes on; copy the file again");
         break;
       }
-      // A gzip file is members one after another; what follows the last is a new member or nothing.
+      // A gzip file is members one after another; what follows the last is a new member, or nothing but zero bytes (of whoever writes whole blocks).
       if (!in_member) {
+        if (*stream.next_in == 0) {
+          skip_padding();
+          break;
+        }
         inflateReset(&stream);
         in_member = true;
       }

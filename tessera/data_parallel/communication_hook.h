@@ -18,7 +18,7 @@ namespace tessera {
 /// One parameter's gradient in a bucket.
 struct BucketGradient {
   std::string name;   ///< of the parameter
-  at::Tensor tensor;  ///< a view into the bucket, with the parameter's shape and, where those leave no gaps, its strides
+  at::Tensor tensor;  ///< a view into the bucket, with the shape and strides of the parameter that `prepare` was handed, row-major where those leave gaps
   /// Whether any rank used the parameter in this step. Known from the first `advance` on; false only with find_unused_parameters, and then the gradient is
   /// dropped after the step, so a hook that owes a residual keeps it.
   bool used = true;
@@ -102,7 +102,8 @@ class CommunicationHook {
   virtual ~CommunicationHook() = default;
 
   /// Before the first step: the parameters whose gradients will come, whose buckets hold `dtypes` (one per parameter), and the group that shares them. Again
-  /// before a step of parameters that were frozen until then, with these alone.
+  /// before a step of parameters that were frozen until then, with these alone. In place of a parameter whose strides are others than its gradient's, which are
+  /// the same on every rank and in every step, a copy of it that lies as the gradient will.
   /// The place to allocate what is carried from step to step, so that a plan sees it.
   virtual void prepare(const std::vector<nn::NamedParameter>& parameters, const std::vector<at::ScalarType>& dtypes, const comm::Group& group);
 

@@ -46,7 +46,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     for (size_t i = 0; i < parameters_.size(); ++i) index_of_.emplace(parameters_[i].name, i);
     std::iota(order_.rbegin(), order_.rend(), int64_t{0});  // gradients are expected in the reverse order of registration before anything was seen
     if (!active()) return;
-    equalize(options_.replicas);
+    strides_ = gradient_strides(parameters_, /*alike=*/equalize(options_.replicas));
     share_buffers();
     if (!options_.hook) options_.hook = std::make_shared<AllReduceHook>();
     follow_trained();
@@ -179,7 +179,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!trained_[i] || prepared_[i]) continue;
       prepared_[i] = true;
-      added.push_back(parameters_[i]);
+      added.push_back(as_its_gradient_lies(i));
       dtypes.push_back(spec(i).dtype);
     }
     if (!added.empty()) {
@@ -192,6 +192,16 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     lay_out(/*observed=*/false);
     planned_ = trained_;
     adopts_order_ = true;
+  }
+
+  /// For hooks, which go by how a gradient lies. Where the parameter lies otherwise, its values in another place.
+  nn::NamedParameter as_its_gradient_lies(size_t i) const {
+    const auto& [name, tensor, aliases] = parameters_[i];
+    if (gradient_strides(tensor) == strides_[i]) return parameters_[i];
+    const at::NoGradGuard no_grad;
+    const at::Tensor laid = at::empty_strided(tensor.sizes(), strides_[i], tensor.options().requires_grad(false)).copy_(tensor), stand_in = tensor.detach();
+    nn::set_data_of_same(stand_in, laid);
+    return {name, stand_in, aliases};
   }
 
   void take_given_plan() {
@@ -274,7 +284,8 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     buckets_[b] = {.flat = flat, .gradients = {}};
     for (size_t slot = 0; slot < bucket.slots.size(); ++slot) {
       at::Tensor& view = views_[slots_[b][slot]];
-      view = gradient_view(flat, bucket.slots[slot].offset, parameters_[slots_[b][slot]].tensor);
+      const size_t i = slots_[b][slot];
+      view = gradient_view(flat, bucket.slots[slot].offset, parameters_[i].tensor.sizes(), strides_[i]);
       buckets_[b].gradients.push_back({.name = bucket.slots[slot].name, .tensor = view});
     }
     references_[b] = flat.storage().use_count();
@@ -320,6 +331,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   DdpOptions options_;
   std::unordered_map<std::string, size_t> index_of_;
   std::vector<int64_t> order_;                                          ///< of all parameters, as their gradients are expected
+  std::vector<std::vector<int64_t>> strides_;                           ///< of all gradients: ranks add them up as flat memory
   std::vector<bool> planned_;                                           ///< which were trained when the plan was made
   std::vector<bool> prepared_ = std::vector<bool>(parameters_.size());  ///< which the hook knows
   BucketLayout plan_;

@@ -241,7 +241,7 @@ void PowerSgd::prepare(const std::vector<nn::NamedParameter>& parameters, const 
     Matrix matrix{.n = n, .m = m, .r = r, .error = at::zeros({n * m}, held), .q = at::empty({r, m}, held), .first_q = at::empty({r, m}, held)};
     draw(matrix.first_q, options_.seed, name);
     matrix.q.copy_(matrix.first_q);
-    matrix.shaped = gradient_view(matrix.error, 0, tensor);
+    matrix.shaped = gradient_view(matrix.error, 0, tensor.sizes(), gradient_strides(tensor));
     matrix.slice = nn::slice_of(tensor);
     names_.push_back(name);
     matrices_.emplace(name, std::move(matrix));

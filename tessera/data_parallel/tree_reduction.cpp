@@ -64,7 +64,7 @@ class TreeReduction::Impl {
       refuse_renormalized("TreeReduction", module_, parameters_);
       left_ = LeftGradients(parameters_);
     }
-    equalize_replicas(module_, group_, options_.replicas, options_.only);
+    strides_ = gradient_strides(parameters_, /*alike=*/equalize_replicas(module_, group_, options_.replicas, options_.only));
     if (options_.buffers != BufferBroadcast::Never) broadcast_buffers(module_, group_);
     for (size_t i = 0; i < parameters_.size(); ++i) {
       nn::GradientDispatcher& dispatcher = nn::GradientDispatcher::of(parameters_[i].tensor);
@@ -199,7 +199,7 @@ class TreeReduction::Impl {
       views_[source].resize(parameters_.size());
       for (size_t i = 0; i < parameters_.size(); ++i) {
         if (!trained_[i]) continue;
-        views_[source][i] = gradient_view(leaf_[source], offsets_[i], parameters_[i].tensor);
+        views_[source][i] = gradient_view(leaf_[source], offsets_[i], parameters_[i].tensor.sizes(), strides_[i]);
         if (!several()) set_gradient(parameters_[i].tensor, views_[source][i]);
       }
     }
@@ -417,7 +417,8 @@ class TreeReduction::Impl {
         continue;
       }
       const at::ScalarType own = parameter.scalar_type();
-      const at::Tensor gradient = gradient_view(sum, offsets_[i], parameter).to(at::isComplexType(own) ? own : options_.gradient_dtype.value_or(own));
+      const at::ScalarType handed = at::isComplexType(own) ? own : options_.gradient_dtype.value_or(own);
+      const at::Tensor gradient = gradient_view(sum, offsets_[i], parameter.sizes(), strides_[i]).to(handed);
       if (before.defined()) at::Tensor(gradient).add_(before);
       set_gradient(parameter, gradient);
     }
@@ -431,9 +432,10 @@ class TreeReduction::Impl {
   nn::LateParameters late_;
   LeftGradients left_;
   std::shared_ptr<const void> drops_apart_;
-  std::vector<bool> trained_;              ///< which of them want a gradient in this step
-  std::vector<int64_t> offsets_;           ///< of each of these in a flat gradient
-  nn::ParameterForms forms_{parameters_};  ///< as the offsets follow from them
+  std::vector<std::vector<int64_t>> strides_;  ///< of all gradients: ranks add them up as flat memory
+  std::vector<bool> trained_;                  ///< which of them want a gradient in this step
+  std::vector<int64_t> offsets_;               ///< of each of these in a flat gradient
+  nn::ParameterForms forms_{parameters_};      ///< as the offsets follow from them
   int64_t numel_ = 0;
   at::ScalarType dtype_ = at::kFloat;
   TreeSchedule schedule_;

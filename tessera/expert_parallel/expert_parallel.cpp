@@ -111,6 +111,7 @@ class Exchanged : public nn::Interceptor {
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const auto& here = static_cast<const nn::GroupedExpertsImpl&>(module);
+    require_dealt(here);
     const at::Tensor rows = nn::cast(inputs[0].toTensor(), here.compute_dtype().value_or(nn::in_use(here.w1).scalar_type()));
     const at::Tensor counts = inputs[1].toTensor();
     if (same_tokens_.size() == 1) return {through_experts(rows, counts, rows.size(0), next)};
@@ -121,6 +122,16 @@ class Exchanged : public nn::Interceptor {
   }
 
  private:
+  /// Data of another shape is no part of the experts, as far as anybody knows.
+  void require_dealt(const nn::GroupedExpertsImpl& here) const {
+    if (group_.size() == 1) return;
+    for (const auto& item : here.named_parameters(/*recurse=*/false)) {
+      require(!nn::dealt_of(item.value()).empty(), "expert_parallel: '", here.path(), ".", item.key(), "', of which each rank of ", group_.name(),
+              " holds the part of its experts, was given data of another shape since, ", item.value().sizes(),
+              " (set_data, torch::load of a model that was not dealt); load by checkpoint::load, or before expert_parallel");
+    }
+  }
+
   /// `all`: rows of the tokens that these are a part of.
   at::Tensor through_experts(const at::Tensor& rows, const at::Tensor& counts, int64_t all, const nn::Next& next) const {
     if (group_.size() == 1) return next(nn::Values{rows, counts})[0].toTensor();

@@ -14,6 +14,7 @@
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/kept_memory.h"
 #include "tessera/nn/meta.h"
+#include "tessera/nn/not_repeated.h"
 #include "tessera/nn/part_storage.h"
 
 // A parameter is one tensor with two faces: its implementation is pointed now at this rank's slice, now at its place in the unit's whole buffer. No version
@@ -153,7 +154,8 @@ void FlatParameters::take_in(size_t limit) {
             " bytes, while all slices of this rank have ", limit,
             ": a vector of whole parameters does not fit slices (vector_to_parameters); load whole tensors one by one, before fully_shard or after");
     std::erase(given_slices_, i);
-    nn::set_slice(parameter, cut_[i]);  // set_data takes over what the other tensor says of itself
+    nn::restore_known(parameter);  // set_data takes over what the other tensor says of itself
+    nn::set_slice(parameter, cut_[i]);
     nn::keep_memory(parameter);
     nn::keep_beside(parameter, host_ != nullptr);
     brought_.wait();  // a copy to the device may still read what is written here
@@ -323,6 +325,7 @@ at::Tensor FlatParameters::sendable_slices() {
 }
 
 void FlatParameters::start_gather() {
+  const nn::NotRepeated gathering;  // when a unit is brought is the step's to say, and its scratch is given back before backward
   allocate();
   const MemoryScope scope(MemoryCategory::Comm);
   if (!layout_.even) received_ = at::empty({layout_.ranks * layout_.part}, whole_.options());

@@ -128,7 +128,7 @@ bool changes_dtypes(const std::vector<nn::NamedParameter>& parameters, const Ful
 
 class FullyShardedDataParallel::Impl {
  public:
-  Impl(torch::nn::Module& module, comm::Group group, FullyShardOptions options, std::shared_ptr<const int> holds, GradientSynchronizer* owner)
+  Impl(torch::nn::Module& module, comm::Group group, FullyShardOptions options, nn::Holds holds, GradientSynchronizer* owner)
       : module_(module), group_(std::move(group)), options_(std::move(options)), holds_(std::move(holds)) {
     check_dtypes(options_);
     require_disjoint("fully_shard", group_, options_.replicate);
@@ -157,7 +157,7 @@ class FullyShardedDataParallel::Impl {
     if (options_.init) initialize_units(module_, plan, *units_, options_);
     cut_parameters().add(plan);
     step_.emplace(*units_, group_, options_, owner,
-                  ShardedStep::Callbacks{.held = [this] { return *holds_ > 0; },
+                  ShardedStep::Callbacks{.held = [this] { return holds_.any(); },
                                          .words = [this] { return own_words(); },
                                          .complete = [this](const std::optional<StepWords>& told) { complete(told); },
                                          .done = [this] { late_->refuse("fully_shard"); }});
@@ -388,7 +388,7 @@ class FullyShardedDataParallel::Impl {
   comm::Group group_;
   FullyShardOptions options_;
   bool active_ = false;  ///< false: a group of one, that changes nothing
-  std::shared_ptr<const int> holds_;
+  nn::Holds holds_;
   std::optional<ShardedUnits> units_;
   std::optional<ShardedStep> step_;
   Attachment attached_;

@@ -20,53 +20,53 @@
 
 namespace tessera {
 
-/// What makes a module a unit of its own: asked for every module below the root.
+/// Auto-wrap policy: called for every module below the root; true makes the module a unit of its own.
 using WrapPolicy = std::function<bool(const std::string& path, const torch::nn::Module& module)>;
 
-/// Modules whose own parameters and those below them have at least `parameters` elements; inside such a module, smaller ones only if they do too.
+/// Wraps modules that have at least `parameters` elements of parameters, those of their submodules included; the same rule holds inside a wrapped module.
 WrapPolicy wrap_by_size(int64_t parameters);
 
-/// Modules of type M: `wrap_by_type<LlamaBlockImpl>()`.
+/// Wraps modules of type M: `wrap_by_type<LlamaBlockImpl>()`.
 template <class M>
 WrapPolicy wrap_by_type() {
   return [](const std::string&, const torch::nn::Module& module) { return dynamic_cast<const M*>(&module) != nullptr; };
 }
 
-/// Gives whole parameters their values: called for each module that owns some, one unit at a time, on every rank; each rank keeps its slices and the rest is
-/// freed. Every element has to be written.
+/// Gives whole parameters their values. Called on every rank, one unit at a time, for each module that owns parameters; the rank keeps its slices, and the
+/// rest is freed. The function has to write every element.
 using ParameterInit = std::function<void(torch::nn::Module& module, const std::string& path)>;
 
-/// How far gathers run ahead of their use, in the order seen in the pass before.
+/// How far gathers run ahead of their use, in the order that the pass before had.
 struct PrefetchLimits {
   int64_t units = 1;                                    ///< gathered ahead of the one in use; 0: each unit is waited for
   int64_t bytes = std::numeric_limits<int64_t>::max();  ///< of those, together
 };
 
-/// What notices that a unit is needed.
+/// How the wrapper notices that a unit is needed.
 enum class ShardTrigger {
   Automatic,  ///< calls, where every module that owns parameters is a tessera::nn::Module; else operators
   Calls,      ///< interceptors around the modules: costs a step nothing per operator
   Operators,  ///< a dispatcher fallback that looks at the arguments of each operator of a step: any torch::nn::Module, unmodified
 };
 
-/// Where this rank's slices lie between their uses: those of parameters and of reduced gradients, and with them what is made like parameters, optimizer state
-/// and master weights. A gather begins with a copy of the slice into its part of the gathered unit, a reduction ends with a copy of the reduced slice, and
-/// clipping and update run on the host (ZeRO-Offload, arXiv:2101.06840, for stage 3). The same bits. On an accelerator the host's memory is pinned, each
-/// direction has a stream of its own, and a unit that is prefetched is copied and gathered while others compute; on the CPU, which is its own host, the copies
-/// are made all the same.
+/// Where this rank's slices of parameters and reduced gradients lie between their uses; optimizer state and master weights are made beside them. The bits are
+/// the same for all three.
+///
+/// Host (ZeRO-Offload, arXiv:2101.06840, for stage 3): a gather begins with a copy of the slice into its part of the gathered unit, and a reduction ends with a
+/// copy of the reduced slice. Clipping and update run on the host. On an accelerator the host's memory is pinned, each direction has a stream of its own, and
+/// a prefetched unit is copied and gathered while others compute. A CPU is its own host: the copies are made all the same.
 ///
 ///   device     the units in use and on their way; nothing that lasts from step to step
 ///   host       (w + g + k)/n bytes per element; a reduced slice on its way; with param_dtype the slices once more in that type, while a step runs
 ///   to device  two slices of each unit per micro-batch (one without reshard_after_forward): P/n elements each, in the type that is gathered
-///   to host    one per reduction: P/n elements each in the type of the reduction. With `replicate` and several reductions a step, sums of the first ones go
-///              back to the device once: P/n elements more to the device, and the last reduction's come in the type of the kept gradients
+///   to host    one per reduction: P/n elements each, in the type of the reduction. With `replicate` and several reductions a step, the sums of the first ones
+///              go back to the device once, P/n elements more, and the last reduction's come in the type of the kept gradients
 ///
-/// A group of one copies units in and out without a collective, as it does where `param_dtype` or the type of kept gradients is not the parameters'.
+/// A group of one copies units in and out without a collective, also where `param_dtype` or the type of kept gradients is not the parameters'.
 ///
-/// Disk: those slices of parameters and of reduced gradients lie in FullyShardOptions::file (ZeRO-Infinity, arXiv:2104.07857). Slices are read while the unit
-/// before is gathered, `prefetch.units` of them beyond those that are gathered ahead, and dropped once they are on the device; gradients are added up in the
-/// file, and clipping and update go through it as the host goes through memory. Nothing is cast beforehand. What is made like parameters lies where its maker
-/// puts it.
+/// Disk (ZeRO-Infinity, arXiv:2104.07857): slices lie in FullyShardOptions::file. They are read while the unit before is gathered, `prefetch.units` of them
+/// beyond those that are gathered ahead, and dropped once they are on the device. Gradients are added up in the file; clipping and update go through it as the
+/// host goes through memory. Nothing is cast beforehand. Optimizer state and masters lie where their maker puts them.
 ///
 ///   host       slices of units that are read, or on their way to the device, and a reduced slice
 ///   disk       (w + g)/n bytes an element
@@ -75,97 +75,72 @@ enum class ShardTrigger {
 enum class Offload { None, Host, Disk };
 
 struct FullyShardOptions {
-  nn::ParameterFilter only = {};  ///< which of the module's parameters; the rest are another's, who may shard them over other ranks (experts)
+  nn::ParameterFilter only = {};  ///< picks parameters of the module; another wrapper has the rest, over other ranks or not (experts)
   std::string wrap = {};          ///< pattern of the modules that become units, such as "layers.*"; empty: see `policy`
   WrapPolicy policy = {};         ///< in place of a pattern; neither: the whole module is one unit
   ParameterInit init = {};        ///< for a module on meta; unset: call materialize(module, seed) afterwards, which draws this rank's slices only
   at::Device device = at::kCPU;   ///< where `init` gets its memory
   PrefetchLimits prefetch = {};
-  /// false: a unit stays gathered until its backward, and is gathered once per micro-batch; in a program's own loop, too, unless an operator meets slices
-  /// between the two passes (an optimizer's step, an evaluation), for it may write them.
+  /// true: a unit is freed after its forward and gathered again for backward. false: it stays until its backward, and is gathered once per micro-batch, unless
+  /// an operator of a program's own loop meets slices between the two passes (an optimizer's step, an evaluation), which may write them.
   bool reshard_after_forward = true;
   bool reduce_each_micro_batch = true;  ///< false: whole gradients are kept through the step and reduced once, at P elements of memory
   bool average = false;                 ///< divide gradients by the number of ranks: for a loss that each rank normalizes by itself
-  /// Ranks may use different parameters, and those that no rank used have no gradient; otherwise they are refused by name when the step completes, but on one
-  /// rank. Then all units are gathered at once, in one order, and stay until backward has left them: 2 P elements a micro-batch, all parameters in memory
-  /// meanwhile. (Without gradients each call from outside gathers: there every rank makes as many.)
+  /// true: ranks may use different parameters, and those that no rank used have no gradient. All units are gathered at once, in one order, and stay until
+  /// backward has left them: 2 P elements a micro-batch, with all parameters in memory. (In evaluation each call from outside gathers: every rank makes as
+  /// many.) false: an unused parameter is refused by name when the step completes, except on one rank.
   bool find_unused_parameters = false;
-  /// Gather (and compute with) floating-point parameters in this dtype; the slices keep theirs. Where `cast` names none of them, floating-point inputs of the
-  /// root and of wrapped modules are cast, too, if calls trigger the gathers; if operators do, libtorch's layers refuse an
-  /// input of another dtype by name, and ours cast it.
+  /// Gather, and compute with, floating-point parameters in this dtype; the slices keep theirs. Without `cast`, floating-point inputs of the root and of
+  /// wrapped modules are cast, too, where calls trigger the gathers. Where operators trigger them, libtorch's layers refuse an input of another dtype by name,
+  /// and tessera's cast it.
   std::optional<at::ScalarType> param_dtype = {};
   std::optional<at::ScalarType> reduce_dtype = {};  ///< sum gradients of the ranks in this dtype; unset: the slices'
   /// Keep reduced gradients, over micro-batches and for the optimizer, in this dtype; unset: the wider of the slices' and reduce_dtype.
   std::optional<at::ScalarType> gradient_dtype = {};
-  /// Where param_dtype applies; unset: to every floating-point parameter.
+  /// Picks the parameters that param_dtype applies to; unset: every floating-point parameter.
   std::function<bool(const nn::NamedParameter&)> cast = {};
   comm::Group replicate = {};  ///< ranks that hold the same slices (hybrid sharding): their reduced gradients are summed once a step
-  /// Of a module that has values already: what makes those of the ranks equal. But for Trust, ranks of `replicate` compare their slices once more, in the plain
-  /// loop's first step; what some ranks of a shard have not loaded meanwhile, nobody can tell.
+  /// For a module that has values already: what makes them equal on all ranks. But for Trust, ranks of `replicate` compare their slices once more, in the plain
+  /// loop's first step. Weights that only some ranks of a shard have loaded in between are not noticed.
   ReplicaStart replicas = ReplicaStart::Check;
-  /// Buffers (BatchNorm's statistics) of rank 0 are every rank's: when a step is complete, so that evaluation and checkpoints agree.
+  /// When every rank takes over rank 0's buffers (BatchNorm's statistics). EachStep: evaluation and checkpoints agree on all ranks.
   BufferBroadcast buffers = BufferBroadcast::EachStep;
-  int64_t unit_bytes_limit = 0;  ///< a gathered unit may not take more than that; 0: no limit
+  int64_t unit_bytes_limit = 0;  ///< of a gathered unit; 0: no limit
   ShardTrigger trigger = ShardTrigger::Automatic;
-  Offload offload = Offload::None;  ///< where slices wait
-  /// The same for each parameter, where they wait at several places; unset: `offload`. A unit is fetched as a whole, so all of its parameters have one place.
+  Offload offload = Offload::None;  ///< where slices lie between uses
+  /// The place of each parameter, where places differ; unset: `offload`. All parameters of a unit have one place, since a unit is fetched as a whole.
   std::function<Offload(const nn::NamedParameter&)> place = {};
-  std::shared_ptr<TensorFile> file = {};  ///< in which those with Disk lie
+  std::shared_ptr<TensorFile> file = {};  ///< holds the slices with Offload::Disk
 
-  /// Where slices of `parameter` wait.
+  /// Where slices of `parameter` lie between uses.
   Offload place_of(const nn::NamedParameter& parameter) const { return place ? place(parameter) : offload; }
-  /// Whether any may wait elsewhere than on the device.
+  /// Whether any slice may lie elsewhere than on the device.
   bool offloads() const { return place || offload != Offload::None; }
 };
 
 /// A unit as a plan sees it.
 struct ShardUnit {
-  std::string name;                     ///< path of its module; for what no unit wraps, the path of the first module that owns some of it
+  std::string name;                     ///< path of its module; of parameters between wrapped modules: of the first module that owns some of them
   std::vector<std::string> parameters;  ///< in the order in which they lie in the unit
   int64_t numel = 0;                    ///< of all its parameters
   int64_t gathered_bytes = 0;           ///< while in use, padding included
   int64_t local_bytes = 0;              ///< of this rank's slices, padding included
-  Offload place = Offload::None;        ///< where these wait
+  Offload place = Offload::None;        ///< where these slices lie between uses
 };
 
-/// Sharded parameters, gradients and optimizer state (ZeRO stage 3, arXiv:1910.02054; FSDP, arXiv:2304.11277) over the ranks of a group, n of them; made by
-/// fully_shard. Parameters are cut along dimension 0. Each parameter of the module has its whole shape while a forward or a backward runs, with memory only
-/// while its unit is in use; in between the very same tensor is this rank's slice, as slice_of says, so optimizers, clipping, checkpoints and hashes see slices
-/// and need to know nothing. The loop is that of one device:
+/// Shards parameters, gradients and optimizer state over the n ranks of a group (ZeRO stage 3, arXiv:1910.02054; FSDP, arXiv:2304.11277); made by fully_shard.
+/// A unit is gathered before it is used in forward and backward and freed after it; its gradients are reduce-scattered as soon as backward has left it.
 ///
-///   auto model = on_meta([&] { return make_model(config.model); });
-///   auto sharded = fully_shard(*model, group, {.wrap = "layers.*"});
-///   materialize(*model, seed);                            // this rank's slices only
-///   torch::optim::AdamW optimizer(model->parameters());
-///   for (...) {
-///     optimizer.zero_grad();
-///     loss(model->forward(x), y).backward();              // grad() of each parameter is this rank's slice of the sum over ranks
-///     optimizer.step();
-///   }
+///   auto sharded = fully_shard(*model, group, {.wrap = "layers.*"});      // in place; the model may be on meta
+///   materialize(*model, seed);                                            // this rank's slices only; then the loop of one device
 ///
-/// A step begins with a forward that records gradients and is complete when its backward pass is; another backward pass adds to what is in grad(). Under
-/// `auto held = sharded->no_sync()` whole gradients wait on each rank if reduce_each_micro_batch is false, and buffers are not shared; parameters without a
-/// gradient are refused when the first pass without it is complete. Several of these live side by side. Evaluation, under NoGradGuard, needs nothing where
-/// calls trigger; where operators do, a forward that begins with a parameter alone needs eval(). Weights that are loaded later (torch::load, set_data; whole,
-/// or slices) are taken in by the next forward. tessera::clip_grad_norm clips; libtorch's, which would take a norm of slices, is refused. Parameters may be
-/// frozen and unfrozen between steps. An engine that says begin_step and finish has gradients cleared by begin_step, sums over `replicate` once a step, and
-/// whole parameters from the one to the other.
-///
-/// A unit is gathered before the calls that use it, freed after the last of them, gathered again when backward reaches it, and its gradients are
-/// reduce-scattered and freed as soon as backward has left it, in an order that depends on the order of calls alone, so that collectives match on
-/// ranks that use different parameters. Tied parameters belong to the first unit that has them; it is gathered for all of their users. What no unit wraps is
-/// dealt into units between the wrapped modules, in the order of registration (embedding | blocks | norm and head).
-///
-///   traffic per micro-batch   two all-gathers (one without reshard_after_forward) and one reduce-scatter of each unit: (n-1)/n P elements each
-///   per step                  with `replicate`, r ranks: an all-reduce of each reduced slice, 2 (r-1)/r P/n elements
-///   memory                    (w + g + k) / n bytes per element for parameters, gradients and optimizer state (Offload says where), and, counted as Comm:
-///                             the unit in use and those prefetched; in backward, whole gradients of at most two units
-///   padding                   at the end of a unit, at most a few rows; where no cut between rows fits equal parts, the parts are padded to the largest and
-///                             copied once (unit_layout.h)
-///
-/// A group of one (with `replicate` of one, without offload, in the parameters' own types) is the identity: nothing is attached and nothing moves. Buffers are
-/// not sharded. One rank, one thread. The module must outlive this object, which leaves slices behind, and a forward over them is refused by name; unshard()
-/// before makes it whole again.
+/// Requires: the same calls in the same order on every rank, the same parameters frozen. The module outlives this object. One rank, one thread.
+/// Guarantees: between steps each parameter, the very same tensor, is this rank's rows (slice_of), and grad() its slice of the sum over ranks, so an optimizer
+///   over model->parameters() and checkpoints need nothing more. In a forward and its backward it has its whole shape.
+/// Collective when: this is made, a forward or backward runs (evaluation too), a step is complete, weights are taken in, unshard().
+/// Throws ConfigError, by name: clipping by libtorch, operators that mean neither slice nor whole, unused parameters, forwards after this object is gone.
+/// Memory: (w + g + k)/n bytes an element (Offload says where), and, as Comm, units in use and prefetched; in backward whole gradients of at most two units.
+/// Traffic: 3 (n-1)/n P elements a micro-batch, 2 without reshard_after_forward. Details: docs/sharding.md. Rare cases: docs/sharding-contract.md.
 class FullyShardedDataParallel final : public GradientSynchronizer {
  public:
   FullyShardedDataParallel(torch::nn::Module& module, comm::Group group, FullyShardOptions options);
@@ -187,13 +162,13 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   Slice slice_on(int rank, const at::Tensor& updated) const override;
 
   /// Gives the whole module back: every parameter in memory of its own, without gradient. Collective, between steps. Afterwards the module can be wrapped
-  /// anew, in another layout, and this object refuses to be called.
+  /// anew, in another layout, and this object refuses every call.
   void unshard();
 
-  /// What is sharded, in the order of registration. Empty where a group of one is the identity.
+  /// The units, in the order of registration. Empty where a group of one is the identity.
   std::vector<ShardUnit> units() const;
 
-  /// Ranks over which the slices are cut: what a norm over slices sums over.
+  /// The ranks over which the slices are cut: a norm over slices sums over them.
   const comm::Group& group() const;
 
  private:
@@ -201,10 +176,10 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Shards `module` over `group`, in place. On meta the parameters get their slices, to be given memory by `init` or materialize; a module with values is made
-/// equal over the ranks (options.replicas) and cut. Throws ConfigError for a pattern that matches nothing (naming the nearest path), a unit above
-/// unit_bytes_limit (naming the largest), modules that cannot be intercepted with ShardTrigger::Calls, parameters of one unit at several places, an `init`
-/// that leaves a parameter untouched or changes its shape.
+/// Shards `module` over `group`, in place. On meta the parameters become slices, which `init` or materialize gives memory; a module with values is made equal
+/// over the ranks (options.replicas) and cut. Throws ConfigError for a pattern that matches nothing (naming the nearest path), a unit above unit_bytes_limit
+/// (naming the largest), modules that cannot be intercepted with ShardTrigger::Calls, parameters of one unit at several places, an `init` that leaves a
+/// parameter untouched or changes its shape.
 std::unique_ptr<FullyShardedDataParallel> fully_shard(torch::nn::Module& module, comm::Group group, FullyShardOptions options = {});
 
 /// The same for every holder.

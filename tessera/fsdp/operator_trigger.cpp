@@ -530,11 +530,48 @@ bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments 
     const at::Tensor& gradient = of.parameters()[index].tensor.grad();
     return gradient.defined() && gradient.sizes() == of.slice_sizes(index);
   }
+  for (const UnitPlace& place : parameters) {
+    if (!writes(schema)) refuse_fitting_both(schema, place, others);
+  }
   return std::ranges::any_of(parameters, [&](const UnitPlace& place) {
     const at::IntArrayRef sizes = units_.flats(place.unit)[place.flat].slice_sizes(place.index);
     const bool tells = writes(schema) || !units_.are_cut() || !has_all_rows(place);
     return std::ranges::any_of(others, [&](const at::Tensor& other) { return other.sizes() == sizes && (tells || is_gradient(other)); });
   });
+}
+
+namespace {
+std::vector<int64_t> slice_shape(const UnitLayout& layout, size_t index, int rank) {
+  std::vector<int64_t> shape = layout.parameters[index].shape;
+  const int64_t rows = rows_of(layout, index, rank).second;
+  if (!shape.empty()) {
+    shape[0] = rows;
+  } else if (rows == 0) {
+    shape = {0};
+  }
+  return shape;
+}
+}  // namespace
+
+/// Of one that writes nothing, beside a whole parameter of which some rank's slice fits the whole as well (one row): what has the shape of any rank's slice may
+/// be meant for either there. Whether it is refused goes by the shapes of all ranks' slices, not by what fits here, so that ranks with rows of their own
+/// number each refuse their slice.
+void OperatorTrigger::refuse_fitting_both(const c10::FunctionSchema& schema, const UnitPlace& place, const std::vector<at::Tensor>& others) const {
+  const FlatParameters& flat = units_.flats(place.unit)[place.flat];
+  const std::vector<int64_t>& whole = flat.layout().parameters[place.index].shape;
+  if (!units_.are_cut()) return;
+  std::vector<std::vector<int64_t>> slices;
+  for (int rank = 0; rank < flat.layout().ranks; ++rank) slices.push_back(slice_shape(flat.layout(), place.index, rank));
+  std::erase(slices, whole);
+  const auto fits = std::ranges::find_if(slices, [&](const std::vector<int64_t>& slice) { return at::is_expandable_to(slice, whole); });
+  if (fits == slices.end()) return;
+  for (const at::Tensor& other : others) {
+    require(is_gradient(other) || std::ranges::find(slices, other.sizes().vec()) == slices.end(), "fully_shard: within a forward, without gradients, ",
+            schema.name(), " was given '", name_of(place), "' of shape ", at::IntArrayRef(whole), " beside a tensor of shape ", other.sizes(),
+            ", which is that of one rank's slice, too, and a slice of shape ", at::IntArrayRef(*fits),
+            " fits the whole as well: nobody can tell which of the two is meant. For the whole, give the tensor the whole's shape "
+            "(other.expand(weight.sizes())); for slices, compute behind the backward pass, or outside of a forward");
+  }
 }
 
 /// An optimizer came after a forward whose backward has not come: what it was given while parameters were whole becomes slices.
@@ -591,6 +628,24 @@ void OperatorTrigger::begin_forward(torch::jit::Stack& stack, size_t first) {
   for (size_t i = first; i < stack.size(); ++i) stack[i] = with_wholes(stack[i]);
 }
 
+/// Parameters that the operator writes as slices. Of others that it takes, it may be one rank alone that reads them.
+std::vector<at::Tensor> OperatorTrigger::written_slices(const c10::FunctionSchema& schema) const {
+  std::vector<at::Tensor> written;
+  for (const Seen& seen : seen_) {
+    if (writes(schema, seen.argument)) written.push_back(seen.tensor);
+  }
+  return written;
+}
+
+/// Whether no step runs, and every rank can tell that its operator was given slices.
+bool OperatorTrigger::means_slices_between_steps(OperatorUse use) const {
+  // A rank that has all rows of a parameter cannot tell whether it was read as a slice: so no rank lets go for that.
+  const bool alike = use == OperatorUse::Alike && std::ranges::all_of(seen_, [this](const Seen& seen) { return is_on_one_rank(seen.place); });
+  // Nor for a line of one rank's log where all units wait for backward, but for a write.
+  const bool awaits_backward = units_.are_together() && step_.is_open();
+  return !step_.running() && !in_call() && !alike && !awaits_backward;
+}
+
 void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   // What a module that is computed again only looks at, without gradients, is no part of the pass that computes it.
   const bool looks = nn::recomputing() && !at::GradMode::is_enabled() && !step_.in_backward();
@@ -637,24 +692,18 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     refuse_other_rows(schema, arguments);
     if (writes(schema)) {
       refuse_whole_gradients(arguments);
-      bool updates = !touched_.empty();
-      for (const Seen& seen : seen_) {
-        if (!writes(schema, seen.argument)) continue;  // read, maybe on one rank alone
-        updates = true;
-        if (seen.tensor.grad().defined()) updated_.insert(seen.tensor.unsafeGetTensorImpl());
+      const std::vector<at::Tensor> written = written_slices(schema);
+      for (const at::Tensor& slice : written) {
+        if (slice.grad().defined()) updated_.insert(slice.unsafeGetTensorImpl());
       }
-      if (updates) step_.close();
+      if (!written.empty() || !touched_.empty()) step_.close();
     }
-    // A rank that has all rows of a parameter cannot tell whether it was read as a slice: so no rank lets go for that.
-    const bool alike = use == OperatorUse::Alike && std::ranges::all_of(seen_, [this](const Seen& seen) { return is_on_one_rank(seen.place); });
-    // Nor for a line of one rank's log where all units wait for backward, but for a write.
-    const bool awaits_backward = units_.are_together() && step_.is_open();
-    if (!step_.running() && !in_call() && !alike && !awaits_backward) {  // what is held is stale, if the slice is written
+    if (means_slices_between_steps(use)) {  // what is held is stale, if the slice is written
       units_.release_all();
       evaluating_ = false;
     }
-    if (step_.running() && !step_.driven() && !in_call() && (use == OperatorUse::Slice || use == OperatorUse::Shape)) step_.leave();
-  } else if (step_.running() && !step_.driven() && !in_call() && !at::GradMode::is_enabled() && means_slices(schema, arguments)) {
+    if (in_own_loop() && (use == OperatorUse::Slice || use == OperatorUse::Shape)) step_.leave();
+  } else if (in_own_loop() && !at::GradMode::is_enabled() && means_slices(schema, arguments)) {
     refuse_whole_values(schema, arguments);
     return leave_forward(stack, first);
   }
@@ -663,7 +712,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   try {
     use_met();
   } catch (...) {  // the forward ends here, and shows slices to whoever mends what was refused
-    if (step_.running() && !step_.driven() && !in_call()) step_.leave();
+    if (in_own_loop()) step_.leave();
     throw;
   }
 }

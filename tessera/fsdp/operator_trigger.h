@@ -104,6 +104,9 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   bool is_gradient(const c10::IValue& value) const;
   std::optional<UnitPlace> whole_parameter(const at::Tensor& tensor) const;
   bool means_slices(const c10::FunctionSchema& schema, Arguments arguments) const;
+  void refuse_fitting_both(const c10::FunctionSchema& schema, const UnitPlace& place, const std::vector<at::Tensor>& others) const;
+  std::vector<at::Tensor> written_slices(const c10::FunctionSchema& schema) const;
+  bool means_slices_between_steps(OperatorUse use) const;
   void leave_forward(torch::jit::Stack& stack, size_t first);
   void check_dtypes(const c10::FunctionSchema& schema, Arguments arguments) const;
   void begin_forward(torch::jit::Stack& stack, size_t first);
@@ -113,6 +116,8 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void acquire_for_operator(size_t unit);
   bool comes_soon(size_t unit) const;
   bool in_call() const { return depth_ && *depth_ > 0; }
+  /// A step runs that the program's loop began, by itself and not by a call: so an operator of the loop may end its forward.
+  bool in_own_loop() const { return step_.running() && !step_.driven() && !in_call(); }
 
   torch::nn::Module& module_;
   ShardedUnits& units_;

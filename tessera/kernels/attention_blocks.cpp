@@ -121,7 +121,10 @@ struct Workspace {
         d_probabilities(pieces.take<float>(block.keys * block.queries)),
         rows(pieces.take<float>(block.queries * s.dim)),
         last(reinterpret_cast<T*>(rows)) {
-    if constexpr (std::is_same_v<T, float>) {  // each number where it was made of
+    // A word holds one float, so that attention_gradient reads each number for the last time where it writes what it makes of it. Of narrower ones it holds a
+    // pair, of two rows, and lies elsewhere.
+    static_assert(sizeof(T) * (std::is_same_v<T, float> ? 1 : 2) == sizeof(uint32_t));
+    if constexpr (std::is_same_v<T, float>) {
       probabilities = scores;
       gradient = words = d_probabilities;
     } else {
@@ -163,8 +166,8 @@ class Backward {
   void run(const Scratch& scratch) const {
     parallel_for(0, sizes_.tasks(), sizes_.grain(), [&](int64_t begin, int64_t end) {
       Pieces pieces(scratch.data());
-      const Workspace<T> here(sizes_, pieces);
-      for (int64_t i = begin; i < end; ++i) group(here, {i / sizes_.kv_heads, i % sizes_.kv_heads});
+      const Workspace<T> workspace(sizes_, pieces);
+      for (int64_t i = begin; i < end; ++i) backward_of_group(workspace, {i / sizes_.kv_heads, i % sizes_.kv_heads});
       at::native::cpublas::brgemm_release(sizeof(T) == 2);
     });
   }
@@ -176,27 +179,27 @@ class Backward {
   };
   int64_t head_of(const Place& place, int64_t member) const { return place.kv_head * sizes_.group + member; }
 
-  void group(const Workspace<T>& here, const Place& place) const {
-    for (int64_t member = 0; member < sizes_.group; ++member) look_at_queries(here, place, member);
-    for (int64_t chunk = 0; chunk < sizes_.keys; chunk += kChunk) keys(here, place, chunk, std::min(chunk + kChunk, sizes_.keys));
+  void backward_of_group(const Workspace<T>& workspace, const Place& place) const {
+    for (int64_t member = 0; member < sizes_.group; ++member) look_at_queries(workspace, place, member);
+    for (int64_t chunk = 0; chunk < sizes_.keys; chunk += kChunk) backward_of_key_chunk(workspace, place, chunk, std::min(chunk + kChunk, sizes_.keys));
     for (int64_t member = 0; member < sizes_.group; ++member) {
       for (int64_t i = 0; i < sizes_.queries; i += kBlock) {
         const int64_t count = queries_from(i), dim = sizes_.dim;
-        const cpu::Input sums{dq_of(here, member, i), cpu::Type::Float};
-        cpu::loops().rows_of_columns({.from = sums, .stride = to_block(count), .inner = dim, .outer = count, .to = here.rows});
-        cpu::loops().round_rows({here.rows, dim, dq_.at(place.batch, head_of(place, member), i), dq_.token, count, dim});
+        const cpu::Input sums{dq_of(workspace, member, i), cpu::Type::Float};
+        cpu::loops().rows_of_columns({.from = sums, .stride = to_block(count), .inner = dim, .outer = count, .to = workspace.rows});
+        cpu::loops().round_rows({workspace.rows, dim, dq_.at(place.batch, head_of(place, member), i), dq_.token, count, dim});
       }
     }
   }
 
   int64_t queries_from(int64_t i) const { return std::min(kBlock, sizes_.queries - i); }
-  float* dq_of(const Workspace<T>& here, int64_t member, int64_t i) const { return here.dq + (member * to_block(sizes_.queries) + i) * sizes_.dim; }
+  float* dq_of(const Workspace<T>& workspace, int64_t member, int64_t i) const { return workspace.dq + (member * to_block(sizes_.queries) + i) * sizes_.dim; }
   /// The first block of queries that sees keys from `j` on.
   int64_t first_of(int64_t j) const { return causal_ ? j : 0; }
 
-  void look_at_queries(const Workspace<T>& here, const Place& place, int64_t member) const {
+  void look_at_queries(const Workspace<T>& workspace, const Place& place, int64_t member) const {
     const int64_t head = head_of(place, member), columns = to_block(sizes_.queries);
-    float *sums = here.log_sum_exp + member * columns, *delta = here.delta + member * columns;
+    float *sums = workspace.log_sum_exp + member * columns, *delta = workspace.delta + member * columns;
     cpu::loops().dot_rows({.left = {dy_.at(place.batch, head, 0), type_},
                            .right = {y_.at(place.batch, head, 0), type_},
                            .left_stride = dy_.token,
@@ -227,38 +230,40 @@ class Backward {
   }
 
   /// A block of keys and its values.
-  struct Keys {
+  struct KeyTile {
     Rows k, v;
     int64_t count;
   };
 
   /// dk and dv of keys `begin` to `end`, and their terms of dq.
-  void keys(const Workspace<T>& here, const Place& place, int64_t begin, int64_t end) const {
+  void backward_of_key_chunk(const Workspace<T>& workspace, const Place& place, int64_t begin, int64_t end) const {
     const int64_t features = to_panels(sizes_.dim);
-    std::array<Keys, kChunk / kBlock> blocks;
+    std::array<KeyTile, kChunk / kBlock> tiles;
     for (int64_t j = begin; j < end; j += kBlock) {
       const int64_t count = std::min(kBlock, end - j), at = j - begin;
-      Keys& block = blocks[static_cast<size_t>(at / kBlock)];
-      block = {.k = filled_up({k_.at(place.batch, place.kv_head, j), k_.token}, count, here.last_k),
-               .v = filled_up({v_.at(place.batch, place.kv_head, j), v_.token}, count, here.last_v),
-               .count = count};
+      KeyTile& tile = tiles[static_cast<size_t>(at / kBlock)];
+      tile = {.k = filled_up({k_.at(place.batch, place.kv_head, j), k_.token}, count, workspace.last_k),
+              .v = filled_up({v_.at(place.batch, place.kv_head, j), v_.token}, count, workspace.last_v),
+              .count = count};
       cpu::loops().rows_of_columns(
-          {.from = {block.k.data, type_}, .stride = block.k.stride, .inner = to_block(count), .outer = sizes_.dim, .to = here.k_columns + at * sizes_.dim});
+          {.from = {tile.k.data, type_}, .stride = tile.k.stride, .inner = to_block(count), .outer = sizes_.dim, .to = workspace.k_columns + at * sizes_.dim});
       if (first_of(j) < sizes_.queries) continue;
-      std::fill_n(here.dk + at * features, count * features, 0.F);
-      std::fill_n(here.dv + at * features, count * features, 0.F);
+      std::fill_n(workspace.dk + at * features, count * features, 0.F);
+      std::fill_n(workspace.dv + at * features, count * features, 0.F);
     }
     for (int64_t member = 0; member < sizes_.group; ++member) {
       for (int64_t i = first_of(begin); i < sizes_.queries; i += kBlock) {
-        pack({q_.at(place.batch, head_of(place, member), i), q_.token}, queries_from(i), here.last, here.q_columns, here.q_rows);
-        pack({dy_.at(place.batch, head_of(place, member), i), dy_.token}, queries_from(i), here.last, here.dy_columns, here.dy_rows);
-        for (int64_t j = begin; j < end && first_of(j) <= i; j += kBlock) block(here, blocks[static_cast<size_t>((j - begin) / kBlock)], member, i, j, begin);
+        pack({q_.at(place.batch, head_of(place, member), i), q_.token}, queries_from(i), workspace.last, workspace.q_columns, workspace.q_rows);
+        pack({dy_.at(place.batch, head_of(place, member), i), dy_.token}, queries_from(i), workspace.last, workspace.dy_columns, workspace.dy_rows);
+        for (int64_t j = begin; j < end && first_of(j) <= i; j += kBlock) {
+          backward_of_tile(workspace, tiles[static_cast<size_t>((j - begin) / kBlock)], member, i, j, begin);
+        }
       }
     }
     for (int64_t j = begin; j < end; j += kBlock) {
       const int64_t count = std::min(kBlock, end - j), at = (j - begin) * features;
-      cpu::loops().round_rows({here.dk + at, features, dk_.at(place.batch, place.kv_head, j), dk_.token, count, sizes_.dim});
-      cpu::loops().round_rows({here.dv + at, features, dv_.at(place.batch, place.kv_head, j), dv_.token, count, sizes_.dim});
+      cpu::loops().round_rows({workspace.dk + at, features, dk_.at(place.batch, place.kv_head, j), dk_.token, count, sizes_.dim});
+      cpu::loops().round_rows({workspace.dv + at, features, dv_.at(place.batch, place.kv_head, j), dv_.token, count, sizes_.dim});
     }
   }
 
@@ -269,32 +274,33 @@ class Backward {
     cpu::loops().panel_of_rows({.from = {block.data, type_}, .stride = block.stride, .inner = queries, .outer = sizes_.dim, .to = rows});
   }
 
-  void block(const Workspace<T>& here, const Keys& keys, int64_t member, int64_t i, int64_t j, int64_t chunk) const {
-    const int64_t dim = sizes_.dim, features = to_panels(dim), rows = to_block(keys.count), width = to_block(queries_from(i));
+  /// Of a block of queries and one of keys.
+  void backward_of_tile(const Workspace<T>& workspace, const KeyTile& tile, int64_t member, int64_t i, int64_t j, int64_t chunk) const {
+    const int64_t dim = sizes_.dim, features = to_panels(dim), rows = to_block(tile.count), width = to_block(queries_from(i));
     const int64_t column = member * to_block(sizes_.queries) + i;
-    multiply_block<T>(keys.k.data, keys.k.stride, here.q_columns, {here.scores, width}, rows, dim, width);
-    multiply_block<T>(keys.v.data, keys.v.stride, here.dy_columns, {here.d_probabilities, width}, rows, dim, width);
+    multiply_block<T>(tile.k.data, tile.k.stride, workspace.q_columns, {workspace.scores, width}, rows, dim, width);
+    multiply_block<T>(tile.v.data, tile.v.stride, workspace.dy_columns, {workspace.d_probabilities, width}, rows, dim, width);
     cpu::loops().attention_gradient({.type = type_,
-                                     .scores = here.scores,
-                                     .d_probabilities = here.d_probabilities,
-                                     .log_sum_exp = here.log_sum_exp + column,
-                                     .delta = here.delta + column,
+                                     .scores = workspace.scores,
+                                     .d_probabilities = workspace.d_probabilities,
+                                     .log_sum_exp = workspace.log_sum_exp + column,
+                                     .delta = workspace.delta + column,
                                      .scale = scale_,
-                                     .keys = keys.count,
+                                     .keys = tile.count,
                                      .rows = rows,
                                      .width = width,
                                      .first = causal_ && i == j ? 0 : -rows,
-                                     .probabilities = here.probabilities,
-                                     .gradient = here.gradient,
-                                     .words = here.words});
+                                     .probabilities = workspace.probabilities,
+                                     .gradient = workspace.gradient,
+                                     .words = workspace.words});
     const int64_t sums = (j - chunk) * features;
     const bool add = member > 0 || i > first_of(j);
     for (int64_t feature = 0; feature < dim; feature += kBlock) {
       const int64_t panel = feature * width, columns = cpu::panel_width(dim - feature);
-      multiply_block<T>(here.probabilities, width, here.dy_rows + panel, {here.dv + sums + feature, features}, rows, width, columns, add);
-      multiply_block<T>(here.gradient, width, here.q_rows + panel, {here.dk + sums + feature, features}, rows, width, columns, add);
+      multiply_block<T>(workspace.probabilities, width, workspace.dy_rows + panel, {workspace.dv + sums + feature, features}, rows, width, columns, add);
+      multiply_block<T>(workspace.gradient, width, workspace.q_rows + panel, {workspace.dk + sums + feature, features}, rows, width, columns, add);
     }
-    multiply_block<T>(here.k_columns + (j - chunk) * dim, rows, here.words, {dq_of(here, member, i), width}, dim, rows, width, /*add=*/j > 0);
+    multiply_block<T>(workspace.k_columns + (j - chunk) * dim, rows, workspace.words, {dq_of(workspace, member, i), width}, dim, rows, width, /*add=*/j > 0);
   }
 
   Sizes sizes_;

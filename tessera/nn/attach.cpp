@@ -142,11 +142,9 @@ struct PathWalk {
     for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
       const at::Tensor& tensor = parameter.value();
       if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
-      Slice named = slice_of(tensor);
-      std::string whole = whole_name(named.name, below(parameter.key()));
-      if (whole == named.name) continue;
-      named.name = std::move(whole);
-      set_slice(tensor, std::move(named));
+      const std::string given = slice_of(tensor).name;
+      const std::string whole = whole_name(given, below(parameter.key()));
+      if (whole != given) set_name(tensor, whole);
     }
     for (const auto& child : module.named_children()) name(*child.value(), below(child.key()));
   }

@@ -24,7 +24,7 @@
 
 namespace tessera {
 
-BucketedStep::BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int> holds, torch::nn::Module& module, Options options)
+BucketedStep::BucketedStep(GradientSynchronizer& self, nn::Holds holds, torch::nn::Module& module, Options options)
     : parameters_(floating_parameters(module, options.only)),
       trained_(parameters_.size(), true),
       bucket_site_(options.site + ".bucket"),
@@ -481,10 +481,12 @@ void BucketedStep::clear_gradients() {
   for (const nn::NamedParameter& parameter : parameters_) set_gradient(parameter.tensor, {});
 }
 
-void BucketedStep::equalize(ReplicaStart start) {
+bool BucketedStep::equalize(ReplicaStart start) {
   const std::string name = site("start");
   const comm::CallSite scope(name);
-  for (const comm::Group& group : options_.groups | std::views::reverse) equalize_replicas(module_, group, start, options_.only);
+  bool lie_alike = true;
+  for (const comm::Group& group : options_.groups | std::views::reverse) lie_alike &= equalize_replicas(module_, group, start, options_.only);
+  return lie_alike;
 }
 
 /// From the first rank of all: first to its peers in the last group, then by each of those within the group before.

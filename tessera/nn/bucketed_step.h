@@ -65,7 +65,7 @@ class BucketedStep {
   using Options = BucketedStepOptions;
 
   /// Claims the parameters of `module` for `self`, and listens to their gradients where more than one rank has them.
-  BucketedStep(GradientSynchronizer& self, std::shared_ptr<const int> holds, torch::nn::Module& module, Options options);
+  BucketedStep(GradientSynchronizer& self, nn::Holds holds, torch::nn::Module& module, Options options);
   virtual ~BucketedStep() = default;
 
   /// A step opens: trained_ says what it is of. Buckets have memory when this returns, and carried_ what the step adds to of gradients that were reduced
@@ -127,7 +127,7 @@ class BucketedStep {
 
   /// Says anew which parameters are trained.
   void follow_trained();
-  void equalize(ReplicaStart start);
+  bool equalize(ReplicaStart start);  ///< whether the parameters lie in memory alike on all ranks (equalize_replicas)
   /// Those that are nobody else's since they were wrapped.
   std::vector<nn::NamedParameter> own_parameters() const { return nn::owned_by(self_); }
   void share_buffers();  ///< from the first rank of all, unless they never are

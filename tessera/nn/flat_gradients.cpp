@@ -4,6 +4,7 @@
 #include <array>
 
 #include <ATen/ATen.h>
+#include <c10/util/strides.h>
 #include <torch/nn/modules/embedding.h>
 
 #include "tessera/comm/collectives.h"
@@ -27,7 +28,7 @@ std::string missing_gradients(int64_t rank, const std::string& group, int64_t mi
       "data parallelism: on rank ", rank, " of ", group, ", ", missing, " of ", wanted, " parameters got no gradient in this step: ", names,
       "; use them in the loss, set requires_grad to false, or set find_unused_parameters in the options of the wrapper (no key of a configuration: "
       "the models of the command use all of theirs). Gradients that a pipeline's schedule leaves for later (zb_h1, zb_v) come behind the backward: tell the "
-      "wrapper of each action, through pipeline::ExecutorOptions::around (docs/pipeline.md)");
+      "wrapper of each action, through pipeline::ExecutorOptions::around (docs/pipeline-modules.md)");
 }
 
 }  // namespace
@@ -87,11 +88,27 @@ at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, at::IntArrayRef
   return piece;
 }
 
-at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter) {
-  at::Tensor piece = gradient_view(flat, offset, parameter.sizes());
-  if (!parameter.is_non_overlapping_and_dense()) return piece;
-  piece.unsafeGetTensorImpl()->set_sizes_and_strides(parameter.sizes(), parameter.strides(), piece.storage_offset());
+at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  at::Tensor piece = gradient_view(flat, offset, sizes);
+  piece.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, piece.storage_offset());
   return piece;
+}
+
+namespace {
+std::vector<int64_t> row_major(at::IntArrayRef sizes) {
+  const auto strides = c10::contiguous_strides(sizes);
+  return {strides.begin(), strides.end()};
+}
+}  // namespace
+
+std::vector<int64_t> gradient_strides(const at::Tensor& parameter) {
+  return parameter.is_non_overlapping_and_dense() ? parameter.strides().vec() : row_major(parameter.sizes());
+}
+
+std::vector<std::vector<int64_t>> gradient_strides(const std::vector<nn::NamedParameter>& parameters, bool alike) {
+  std::vector<std::vector<int64_t>> strides;
+  for (const auto& [name, tensor, aliases] : parameters) strides.push_back(alike ? gradient_strides(tensor) : row_major(tensor.sizes()));
+  return strides;
 }
 
 void require_summable(const nn::NamedParameter& parameter) {

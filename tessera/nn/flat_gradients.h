@@ -46,11 +46,19 @@ void require_disjoint(const char* technique, const comm::Group& shard, const com
 /// Which of them want a gradient now that `owner` synchronizes (nn::GradientDispatcher::claim).
 std::vector<bool> trained_parameters(const std::vector<nn::NamedParameter>& parameters, const GradientSynchronizer* owner);
 
-/// The elements of `flat` from `offset` on, in the shape of `parameter` and, where those leave no gaps, with its strides: the layout that autograd keeps when
-/// it accumulates in place. It shares the memory, and keeps it alive; to autograd it is no view, so that zero_grad may detach it in place.
-at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter);
+/// How the parameter's gradient lies where it lies by itself: with the parameter's strides, where those leave no gaps, which is the layout that autograd keeps
+/// when it accumulates in place; otherwise row-major.
+std::vector<int64_t> gradient_strides(const at::Tensor& parameter);
 
-/// The same in a shape of its own, row-major.
+/// Of each of them, to be kept for as long as ranks add these gradients up as flat memory. `alike`: whether the parameters lie alike on all ranks, as
+/// equalize_replicas says; where they do not, all are row-major.
+std::vector<std::vector<int64_t>> gradient_strides(const std::vector<nn::NamedParameter>& parameters, bool alike);
+
+/// The elements of `flat` from `offset` on, in this shape and with these strides, which leave no gaps. It shares the memory, and keeps it alive; to autograd it
+/// is no view, so that zero_grad may detach it in place.
+at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides);
+
+/// The same, row-major.
 at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, at::IntArrayRef sizes);
 
 /// Throws ConfigError, by name, where autograd has brought a gradient that cannot be summed over ranks in flat memory: one that is not dense, or has a history

@@ -79,6 +79,7 @@ struct GradientDispatcher::State {
   bool is_place_taken = false;
   bool adds_in_place = false;
   bool arrived = false;  ///< without a phase: something accumulated since the last announcement
+  c10::intrusive_ptr<c10::BackendMeta> known;
 };
 
 /// What sits in libtorch's slot. A hook that was there before ours goes on being called, first.
@@ -131,6 +132,13 @@ GradientDispatcher& GradientDispatcher::of(const at::Tensor& parameter) {
   torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(hook));
   return dispatcher;
 }
+
+c10::intrusive_ptr<c10::BackendMeta> GradientDispatcher::known_of(const at::Tensor& parameter) {
+  const auto* const dispatcher = find(parameter);
+  return dispatcher == nullptr ? nullptr : dispatcher->state_->known;
+}
+
+void GradientDispatcher::know(const at::Tensor& parameter, c10::intrusive_ptr<c10::BackendMeta> known) { of(parameter).state_->known = std::move(known); }
 
 Attachment GradientDispatcher::listen_arriving(Listener before_accumulation) {
   hear_arrivals();

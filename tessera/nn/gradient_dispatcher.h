@@ -107,6 +107,11 @@ class GradientDispatcher {
   /// Whether the place of the last offer was taken: before its gradient has come, nothing else may be written there.
   bool is_place_taken() const;
 
+  /// What is known of `parameter` itself, whatever data it is given: libtorch keeps a dispatcher with a tensor, and hands over what else it carries with the
+  /// data (set_data, and so Module::to and vector_to_parameters). Null: nothing was said. `know` makes the dispatcher, as `of` does.
+  static c10::intrusive_ptr<c10::BackendMeta> known_of(const at::Tensor& parameter);
+  static void know(const at::Tensor& parameter, c10::intrusive_ptr<c10::BackendMeta> known);
+
   /// Says that the gradient is final although nothing arrived in the last micro-batch. No effect where it was said already in this step.
   void announce_final();
 

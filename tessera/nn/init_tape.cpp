@@ -44,10 +44,14 @@ bool leaves_undefined(const std::string& name) {
   return one_of(name, {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_permuted"});
 }
 
+bool takes_generator(const c10::FunctionSchema& schema) {
+  return std::ranges::any_of(schema.arguments(), [](const auto& argument) { return argument.name() == "generator"; });
+}
+
 /// The form of the operator that takes a generator: rand has one beside it, uniform_ is one.
 c10::OperatorHandle with_generator(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
-  if (std::ranges::any_of(schema.arguments(), [](const auto& argument) { return argument.name() == "generator"; })) return op;
+  if (takes_generator(schema)) return op;
   const std::string overload = schema.overload_name().empty() ? "generator" : schema.overload_name() + "_generator";
   return c10::Dispatcher::singleton().findSchema({schema.name(), overload}).value_or(op);
 }
@@ -238,10 +242,175 @@ void InitTape::end(const std::shared_ptr<InitTape>& tape, std::shared_ptr<Operat
   tape->operators_.push_back(std::move(noted));
 }
 
-InitTape::Recipe InitTape::recipe_for(const View& target) const {
-  Recipe recipe;
-  // Backwards: who wrote the memory last, back to whoever overwrote or made it, and the same of what they read. By a list of what is still to be looked at, for
-  // a table that is filled element by element would go as deep as it has elements.
+namespace {
+
+/// What a memory holds, as far as that is one rule. Undefined is no rule, and not unknown either.
+struct Held {
+  bool written = false;
+  std::optional<InitRule> rule{};
+  std::optional<size_t> draw{};
+  std::optional<int> blank{};
+};
+
+constexpr Held kNoRule{.written = true};
+
+/// What a rule is made from: an operator, and what its operands hold.
+struct RuleInputs {
+  const InitTape::Operator& op;
+  size_t position;                  ///< of the operator on the tape
+  const std::map<int, Held>& held;  ///< by memory
+  const Held* before = nullptr;     ///< what the first operand held, where the operator changes that
+
+  std::optional<double> number_at(size_t argument) const { return argument < op.arguments.size() ? number(op.arguments[argument].value) : std::nullopt; }
+  /// What an operand that is all of its memory holds.
+  const Held* whole(size_t argument) const {
+    const InitTape::View* view = op.tensor(argument);
+    if (view == nullptr || !view->covers) return nullptr;
+    const auto it = held.find(view->memory);
+    return it == held.end() ? nullptr : &it->second;
+  }
+  /// What the operator computes from: in place or not.
+  const Held* first() const { return before != nullptr ? before : whole(0); }
+};
+
+namespace rules {
+
+Held zeros(const RuleInputs& /*inputs*/) { return {.written = true, .rule = InitRule::zeros()}; }
+Held ones(const RuleInputs& /*inputs*/) { return {.written = true, .rule = InitRule::ones()}; }
+
+template <size_t argument>
+Held constant(const RuleInputs& inputs) {
+  const auto value = inputs.number_at(argument);
+  return value ? Held{.written = true, .rule = InitRule::constant(*value)} : kNoRule;
+}
+
+template <InitRule (*rule)(double, double)>
+Held standard(const RuleInputs& inputs) {
+  return {.written = true, .rule = rule(0, 1), .draw = inputs.position};
+}
+
+template <InitRule (*rule)(double, double)>
+Held drawn(const RuleInputs& inputs) {
+  const auto a = inputs.number_at(1), b = inputs.number_at(2);
+  return a && b ? Held{.written = true, .rule = rule(*a, *b), .draw = inputs.position} : kNoRule;
+}
+
+Held copied(const RuleInputs& inputs) {
+  const Held* from = inputs.whole(0);
+  return from == nullptr ? kNoRule : *from;
+}
+
+Held overwritten(const RuleInputs& inputs) {
+  const Held* from = inputs.whole(1);
+  return from != nullptr && inputs.op.tensor(1)->sizes == inputs.op.tensor(0)->sizes ? *from : kNoRule;
+}
+
+/// What a number makes of a rule. One that leaves out a row does not say of that row what it becomes.
+Held computed(const RuleInputs& inputs, InitRule (*rule)(InitRule, double), std::optional<double> by) {
+  const Held* from = inputs.first();
+  return by && from != nullptr && from->rule && !from->rule->zero_row ? Held{.written = true, .rule = rule(*from->rule, *by), .draw = from->draw} : kNoRule;
+}
+
+/// The other term of a sum; none where it is scaled.
+std::optional<double> term(const RuleInputs& inputs) { return inputs.number_at(2) == 1 ? inputs.number_at(1) : std::nullopt; }
+
+Held multiplied(const RuleInputs& inputs) { return computed(inputs, scaled, inputs.number_at(1)); }
+Held divided(const RuleInputs& inputs) {
+  return computed(inputs, [](InitRule rule, double by) { return scaled(std::move(rule), 1 / by); }, inputs.number_at(1));
+}
+Held added(const RuleInputs& inputs) { return computed(inputs, shifted, term(inputs)); }
+Held subtracted(const RuleInputs& inputs) {
+  return computed(inputs, [](InitRule rule, double by) { return shifted(std::move(rule), -by); }, term(inputs));
+}
+
+}  // namespace rules
+
+using RuleOf = Held (*)(const RuleInputs&);
+using Rules = std::map<std::string, RuleOf>;
+
+/// Of a memory that an operator makes.
+const Rules& rules_of_makers() {
+  static const Rules table{{"aten::zeros", rules::zeros},
+                           {"aten::zeros_like", rules::zeros},
+                           {"aten::new_zeros", rules::zeros},
+                           {"aten::ones", rules::ones},
+                           {"aten::ones_like", rules::ones},
+                           {"aten::new_ones", rules::ones},
+                           {"aten::full", rules::constant<1>},
+                           {"aten::full_like", rules::constant<1>},
+                           {"aten::scalar_tensor", rules::constant<0>},
+                           {"aten::rand", rules::standard<InitRule::uniform>},
+                           {"aten::rand_like", rules::standard<InitRule::uniform>},
+                           {"aten::randn", rules::standard<InitRule::normal>},
+                           {"aten::randn_like", rules::standard<InitRule::normal>},
+                           {"aten::clone", rules::copied},
+                           {"aten::_to_copy", rules::copied},
+                           {"aten::to", rules::copied},
+                           {"aten::contiguous", rules::copied},
+                           {"aten::mul", rules::multiplied},
+                           {"aten::div", rules::divided},
+                           {"aten::add", rules::added},
+                           {"aten::sub", rules::subtracted}};
+  return table;
+}
+
+/// Of a memory that an operator changes, all of it.
+const Rules& rules_of_changes() {
+  static const Rules table{{"aten::zero_", rules::zeros},
+                           {"aten::fill_", rules::constant<1>},
+                           {"aten::uniform_", rules::drawn<InitRule::uniform>},
+                           {"aten::normal_", rules::drawn<InitRule::normal>},
+                           {"aten::copy_", rules::overwritten},
+                           {"aten::mul_", rules::multiplied},
+                           {"aten::div_", rules::divided},
+                           {"aten::add_", rules::added},
+                           {"aten::sub_", rules::subtracted}};
+  return table;
+}
+
+Held rule_of(const Rules& table, const RuleInputs& inputs) {
+  const auto rule = table.find(inputs.op.name);
+  return rule == table.end() ? kNoRule : rule->second(inputs);
+}
+
+/// What an operator makes of memory `memory`.
+Held made_by(const RuleInputs& inputs, int memory) {
+  if (leaves_undefined(inputs.op.name)) return {.blank = memory};
+  Held made = rule_of(rules_of_makers(), inputs);
+  for (const auto& result : inputs.op.results) {
+    if (result && !result->covers) made.rule.reset();
+  }
+  return made;
+}
+
+/// One row of `target` set to zero: the padding of an embedding.
+Held with_zero_row(const RuleInputs& inputs, const InitTape::View& target) {
+  const Held& before = *inputs.before;
+  if (!before.rule || before.rule->zero_row || !target.covers || target.sizes.empty() || target.sizes[0] <= 0) return kNoRule;
+  const InitTape::View& self = *inputs.op.tensor(0);
+  const bool zeros = inputs.op.name == "aten::zero_" || (inputs.op.name == "aten::fill_" && inputs.number_at(1) == 0.0);
+  const int64_t row = c10::multiply_integers(target.sizes) / target.sizes[0];
+  const bool is_row = self.sizes == std::vector<int64_t>(target.sizes.begin() + 1, target.sizes.end()) && row > 0 && self.offset % row == 0 &&
+                      self.strides == std::vector<int64_t>(target.strides.begin() + 1, target.strides.end());
+  if (!zeros || !is_row) return kNoRule;
+  Held held{.written = true, .rule = before.rule, .draw = before.draw};
+  held.rule->zero_row = self.offset / row;
+  return held;
+}
+
+/// What an operator makes of memory `memory`, which held `inputs.before`.
+Held changed_by(const RuleInputs& inputs, int memory, const InitTape::View& target) {
+  const InitTape::View* self = inputs.op.tensor(0);
+  if (self == nullptr || self->memory != memory) return kNoRule;
+  if (self->covers) return rule_of(rules_of_changes(), inputs);
+  return target.memory == memory ? with_zero_row(inputs, target) : kNoRule;
+}
+
+}  // namespace
+
+// Backwards: who wrote the memory last, back to whoever overwrote or made it, and the same of what they read. By a list of what is still to be looked at, for a
+// table that is filled element by element would go as deep as it has elements.
+std::vector<size_t> InitTape::writers_of(const View& target) const {
   std::set<size_t> used;
   std::set<std::pair<int, size_t>> walked;
   std::vector<std::pair<int, size_t>> needs{{target.memory, operators_.size()}};  // a memory, as it is before an operator
@@ -266,89 +435,24 @@ InitTape::Recipe InitTape::recipe_for(const View& target) const {
       break;
     }
   }
-  recipe.operators.assign(used.begin(), used.end());
+  return {used.begin(), used.end()};
+}
 
-  // Forwards: what each memory holds, as far as that is one rule. Undefined is no rule, and not unknown either.
-  struct Held {
-    bool written = false;
-    std::optional<InitRule> rule{};
-    std::optional<size_t> draw{};
-    std::optional<int> blank{};
-  };
+InitTape::Recipe InitTape::recipe_for(const View& target) const {
+  Recipe recipe;
+  recipe.operators = writers_of(target);
+  // Forwards: what each memory holds.
   std::map<int, Held> held;
   for (const size_t i : recipe.operators) {
     const Operator& op = *operators_[i];
     if (is_random(op.op)) recipe.random.push_back(i);
-    const auto argument = [&](size_t n) { return n < op.arguments.size() ? number(op.arguments[n].value) : std::nullopt; };
-    const auto whole_input = [&](size_t n) -> const Held* {
-      const View* view = op.tensor(n);
-      if (view == nullptr || !view->covers) return nullptr;
-      const auto it = held.find(view->memory);
-      return it == held.end() ? nullptr : &it->second;
-    };
-    Held made{.written = true};
     if (!op.creates.empty()) {
-      if (leaves_undefined(op.name)) made = {};
-      if (one_of(op.name, {"aten::zeros", "aten::zeros_like", "aten::new_zeros"})) made.rule = InitRule::zeros();
-      if (one_of(op.name, {"aten::ones", "aten::ones_like", "aten::new_ones"})) made.rule = InitRule::ones();
-      if (one_of(op.name, {"aten::full", "aten::full_like"}) && argument(1)) made.rule = InitRule::constant(*argument(1));
-      if (op.name == "aten::scalar_tensor" && argument(0)) made.rule = InitRule::constant(*argument(0));
-      if (one_of(op.name, {"aten::rand", "aten::rand_like"})) made.rule = InitRule::uniform(0, 1);
-      if (one_of(op.name, {"aten::randn", "aten::randn_like"})) made.rule = InitRule::normal(0, 1);
-      if (made.rule && is_random(op.op)) made.draw = i;
-      if (one_of(op.name, {"aten::clone", "aten::_to_copy", "aten::to", "aten::contiguous"})) {
-        if (const Held* from = whole_input(0)) made = *from;
-      }
-      const Held* from = whole_input(0);
-      if (from && from->rule && !from->rule->zero_row && argument(1)) {
-        if (op.name == "aten::mul") made.rule = scaled(*from->rule, *argument(1));
-        if (op.name == "aten::div") made.rule = scaled(*from->rule, 1 / *argument(1));
-        if (op.name == "aten::add" && argument(2) == 1) made.rule = shifted(*from->rule, *argument(1));
-        if (op.name == "aten::sub" && argument(2) == 1) made.rule = shifted(*from->rule, -*argument(1));
-        if (made.rule) made.draw = from->draw;
-      }
-      for (const auto& result : op.results) {
-        if (result && !result->covers) made.rule.reset();
-      }
-      for (const int memory : op.creates) {
-        held[memory] = made;
-        if (leaves_undefined(op.name)) held[memory].blank = memory;
-      }
+      const RuleInputs inputs{.op = op, .position = i, .held = held};
+      for (const int memory : op.creates) held[memory] = made_by(inputs, memory);
     }
     for (const int memory : op.changes) {
-      Held& now = held[memory];
-      const Held before = std::exchange(now, {.written = true});
-      const View* self = op.tensor(0);
-      if (self == nullptr || self->memory != memory) continue;
-      if (self->covers) {
-        if (op.name == "aten::zero_") now.rule = InitRule::zeros();
-        if (op.name == "aten::fill_" && argument(1)) now.rule = InitRule::constant(*argument(1));
-        if (op.name == "aten::uniform_" && argument(1) && argument(2)) now.rule = InitRule::uniform(*argument(1), *argument(2));
-        if (op.name == "aten::normal_" && argument(1) && argument(2)) now.rule = InitRule::normal(*argument(1), *argument(2));
-        if (now.rule && is_random(op.op)) now.draw = i;
-        if (op.name == "aten::copy_") {
-          const Held* from = whole_input(1);
-          if (from && op.tensor(1)->sizes == self->sizes) now = *from;
-        }
-        if (before.rule && !before.rule->zero_row && argument(1)) {
-          if (op.name == "aten::mul_") now.rule = scaled(*before.rule, *argument(1));
-          if (op.name == "aten::div_") now.rule = scaled(*before.rule, 1 / *argument(1));
-          if (op.name == "aten::add_" && argument(2) == 1) now.rule = shifted(*before.rule, *argument(1));
-          if (op.name == "aten::sub_" && argument(2) == 1) now.rule = shifted(*before.rule, -*argument(1));
-          if (one_of(op.name, {"aten::mul_", "aten::div_", "aten::add_", "aten::sub_"})) now.draw = before.draw;
-        }
-      } else if (before.rule && !before.rule->zero_row && target.memory == memory && target.covers && !target.sizes.empty() && target.sizes[0] > 0) {
-        // One row set to zero: the padding of an embedding.
-        const bool zeros = op.name == "aten::zero_" || (op.name == "aten::fill_" && argument(1) == 0.0);
-        const int64_t row = c10::multiply_integers(target.sizes) / target.sizes[0];
-        const bool is_row = self->sizes == std::vector<int64_t>(target.sizes.begin() + 1, target.sizes.end()) && row > 0 && self->offset % row == 0 &&
-                            self->strides == std::vector<int64_t>(target.strides.begin() + 1, target.strides.end());
-        if (zeros && is_row) {
-          now.rule = before.rule;
-          now.rule->zero_row = self->offset / row;
-          now.draw = before.draw;
-        }
-      }
+      const Held before = std::exchange(held[memory], kNoRule);
+      held[memory] = changed_by({.op = op, .position = i, .held = held, .before = &before}, memory, target);
     }
     if (op.writes(target.memory)) recipe.last = i + 1;
   }
@@ -361,6 +465,44 @@ InitTape::Recipe InitTape::recipe_for(const View& target) const {
   }
   return recipe;
 }
+
+namespace {
+
+/// What an operator was given, with tensors that have values, on the CPU; a random one draws from `generator`, which stands in `callee` beside that or in its
+/// place.
+torch::jit::Stack arguments_for(const InitTape::Operator& op, const c10::FunctionSchema& callee, const std::optional<at::Generator>& generator,
+                                const std::function<at::Tensor(const InitTape::View&)>& tensor_at) {
+  const auto& declared = callee.arguments();
+  const bool adds_generator = declared.size() > op.arguments.size();
+  const auto tensor = [&](const std::optional<InitTape::View>& view) { return view ? tensor_at(*view) : at::Tensor(); };
+  torch::jit::Stack stack;
+  size_t next = 0;
+  for (const auto& parameter : declared) {
+    if (parameter.name() == "generator" && adds_generator) {
+      stack.emplace_back(*generator);
+      continue;
+    }
+    const Argument& given = op.arguments[next++];
+    c10::IValue value = given.value;
+    if (given.kind == Argument::Kind::Tensor) value = tensor(given.tensors[0]);
+    if (given.kind == Argument::Kind::List) {
+      std::vector<at::Tensor> list;
+      for (const auto& view : given.tensors) list.push_back(tensor(view));
+      value = std::move(list);
+    }
+    if (given.kind == Argument::Kind::OptionalList) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const auto& view : given.tensors) list.push_back(view ? std::optional(tensor(view)) : std::nullopt);
+      value = std::move(list);
+    }
+    if (parameter.name() == "device") value = c10::Device(c10::kCPU);
+    if (parameter.name() == "generator" && generator) value = *generator;
+    stack.push_back(std::move(value));
+  }
+  return stack;
+}
+
+}  // namespace
 
 at::Tensor InitTape::run(const View& target, const Recipe& recipe, const std::string& name, const std::function<uint64_t(size_t)>& seed_of) const {
   MemoryTracker unread;  // what is kept of it is counted where it is kept
@@ -380,37 +522,7 @@ at::Tensor InitTape::run(const View& target, const Recipe& recipe, const std::st
     const Operator& op = *operators_[i];
     const auto generator = is_random(op.op) ? std::optional(at::detail::createCPUGenerator(seed_of(i))) : std::nullopt;
     const auto callee = generator ? with_generator(op.op) : op.op;
-    const auto& declared = callee.schema().arguments();
-    const bool adds_generator = declared.size() > op.arguments.size();
-    torch::jit::Stack stack;
-    bool takes_generator = false;
-    for (size_t a = 0, next = 0; a < declared.size(); ++a) {
-      if (declared[a].name() == "generator" && adds_generator) {
-        takes_generator = true;
-        stack.emplace_back(*generator);
-        continue;
-      }
-      const Argument& given = op.arguments[next++];
-      const auto tensor = [&](const std::optional<View>& view) { return view ? tensor_at(*view) : at::Tensor(); };
-      c10::IValue value = given.value;
-      if (given.kind == Argument::Kind::Tensor) value = tensor(given.tensors[0]);
-      if (given.kind == Argument::Kind::List) {
-        std::vector<at::Tensor> list;
-        for (const auto& view : given.tensors) list.push_back(tensor(view));
-        value = std::move(list);
-      }
-      if (given.kind == Argument::Kind::OptionalList) {
-        c10::List<std::optional<at::Tensor>> list;
-        for (const auto& view : given.tensors) list.push_back(view ? std::optional(tensor(view)) : std::nullopt);
-        value = std::move(list);
-      }
-      if (declared[a].name() == "device") value = c10::Device(c10::kCPU);
-      if (declared[a].name() == "generator") {
-        takes_generator = true;
-        if (generator) value = *generator;
-      }
-      stack.push_back(std::move(value));
-    }
+    torch::jit::Stack stack = arguments_for(op, callee.schema(), generator, tensor_at);
     const bool uniform = op.name == "aten::rand_like", normal = op.name == "aten::randn_like";
     if (uniform || normal) {
       const View& made = *op.results.at(0);
@@ -419,7 +531,7 @@ at::Tensor InitTape::run(const View& target, const Recipe& recipe, const std::st
       stack = {drawn};
     } else {
       require(
-          !generator || takes_generator, "materialize: '", name, "' is drawn by ", op.name,
+          !generator || takes_generator(callee.schema()), "materialize: '", name, "' is drawn by ", op.name,
           ", which takes no generator, so its values would depend on the layout; draw it by normal_ or uniform_, or give it a rule with tessera::nn::set_init");
       callee.callBoxed(stack);
     }

@@ -61,6 +61,8 @@ class InitTape {
  private:
   struct Memories;
   View view_of(const at::Tensor& tensor);
+  /// Numbers of the operators that `target` depends on, ascending.
+  std::vector<size_t> writers_of(const View& target) const;
 
   std::vector<std::shared_ptr<Operator>> operators_;
   std::vector<std::vector<size_t>> writers_;  ///< of each memory, ascending; the first made it

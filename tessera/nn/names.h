@@ -15,6 +15,10 @@ namespace tessera::nn {
 /// path ("first.weight" for "critic.first.weight"): then it is the path. A name that says something else stays (a part of a model that was named whole).
 std::string whole_name(const std::string& given, const std::string& path);
 
+/// Names the parameter, whole or a part as its data is. Data of another shape than the part that somebody has made of the parameter is named alone, so that
+/// the part is known again with data of its shape.
+void set_name(const at::Tensor& tensor, const std::string& name);
+
 /// Throws ConfigError, naming both paths, where two tensors under `root` have one logical name: a checkpoint could keep one of them only.
 void refuse_shared_names(const torch::nn::Module& root);
 

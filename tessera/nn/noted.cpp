@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "tessera/core/ambient.h"
+#include "tessera/nn/not_repeated.h"
 
 namespace tessera::nn {
 
@@ -34,6 +35,7 @@ template <class T>
 T Noted<T>::next(const std::function<T()>& make) {
   Replay* const replay = noted_here<T>().replay;
   const bool again = replay != nullptr && replay->used_ < replay->values_->size();
+  const NotRepeated noted;  // where it is given again, it is not made
   const T value = again ? (*replay->values_)[replay->used_++] : make();
   std::erase_if(noted_here<T>().records, [&](const auto& weak) {
     const auto record = weak.lock();

@@ -5,10 +5,12 @@
 #include <unordered_set>
 
 #include <c10/core/TensorImpl.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "tessera/core/error.h"
 #include "tessera/nn/along.h"
 #include "tessera/nn/divided_model.h"
+#include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/init_tape.h"
 #include "tessera/nn/kept_memory.h"
 #include "tessera/nn/names.h"
@@ -25,7 +27,7 @@ struct ParameterData : c10::BackendMeta {
   std::optional<InitRule> init;
   size_t init_position = 0;
   std::shared_ptr<const Origin> origin;
-  bool keeps_memory = false, kept_beside = false, follows = false, terms_summed = false;
+  bool keeps_memory = false, kept_beside = false, follows = false, terms_summed = false, given = false;
   int64_t sums_of_terms = 0;  ///< calls of sum_terms that began with it
   std::vector<Sharing> sharings;
   std::vector<Dealt> dealt;
@@ -35,34 +37,71 @@ struct ParameterData : c10::BackendMeta {
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> updated_for, drawn_as;
 };
 
-c10::intrusive_ptr<ParameterData> data_of(const at::Tensor& tensor) {
-  invariant(tensor.defined(), "an undefined tensor has no slice and no initialization");
-  auto data = tensor.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr();
-  return data ? c10::dynamic_intrusive_pointer_cast<ParameterData>(data) : nullptr;
+c10::intrusive_ptr<ParameterData> as_ours(c10::intrusive_ptr<c10::BackendMeta> meta) {
+  return meta ? c10::dynamic_intrusive_pointer_cast<ParameterData>(std::move(meta)) : nullptr;
 }
 
-template <class Change>
-void change(const at::Tensor& tensor, Change&& how) {
+c10::intrusive_ptr<ParameterData> copy_of(const ParameterData& from) {
   auto data = c10::make_intrusive<ParameterData>();
-  if (const auto before = data_of(tensor)) {
-    data->slice = before->slice;
-    data->init = before->init;
-    data->init_position = before->init_position;
-    data->origin = before->origin;
-    data->keeps_memory = before->keeps_memory;
-    data->kept_beside = before->kept_beside;
-    data->follows = before->follows;
-    data->terms_summed = before->terms_summed;
-    data->sums_of_terms = before->sums_of_terms;
-    data->sharings = before->sharings;
-    data->dealt = before->dealt;
-    data->divided = before->divided;
-    data->along = before->along;
-    data->users = before->users;
-    data->updated_for = before->updated_for;
-    data->drawn_as = before->drawn_as;
+  data->slice = from.slice;
+  data->init = from.init;
+  data->init_position = from.init_position;
+  data->origin = from.origin;
+  data->keeps_memory = from.keeps_memory;
+  data->kept_beside = from.kept_beside;
+  data->follows = from.follows;
+  data->terms_summed = from.terms_summed;
+  data->given = from.given;
+  data->sums_of_terms = from.sums_of_terms;
+  data->sharings = from.sharings;
+  data->dealt = from.dealt;
+  data->divided = from.divided;
+  data->along = from.along;
+  data->users = from.users;
+  data->updated_for = from.updated_for;
+  data->drawn_as = from.drawn_as;
+  return data;
+}
+
+/// libtorch's set_data hands over what the other tensor carries, mostly nothing. Of data of the same shape the parameter stays what it was. Of another shape
+/// (the whole in place of a part) it is not, and whoever needs to know more refuses it. How a tensor is drawn goes with its data.
+c10::intrusive_ptr<ParameterData> data_of(const at::Tensor& tensor) {
+  invariant(tensor.defined(), "an undefined tensor has no slice and no initialization");
+  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  auto data = as_ours(impl.get_backend_meta_intrusive_ptr());
+  auto own = as_ours(GradientDispatcher::known_of(tensor));
+  if (!own || own == data || tensor.sizes() != at::IntArrayRef(own->slice->local_shape())) return data;
+  own = copy_of(*own);
+  own->given = true;
+  if (data && (data->init || data->origin)) {
+    own->init = data->init;
+    own->init_position = data->init_position;
+    own->origin = data->origin;
+    own->drawn_as = data->drawn_as;
   }
+  GradientDispatcher::know(tensor, own);
+  impl.set_backend_meta(own);
+  return own;
+}
+
+/// Whether this may be a parameter of whose part, or name, there is something to lose: tensors that are none have slices, too.
+bool is_known(const at::Tensor& tensor, const ParameterData& data) {
+  const bool is_leaf = tensor.is_leaf() && (tensor.is_floating_point() || tensor.is_complex());
+  const bool was_trained = torch::autograd::impl::get_autograd_meta(tensor) != nullptr;  // registered so, and frozen since
+  return is_leaf && data.slice && (was_trained || !data.slice->is_whole());
+}
+
+/// Of what a change speaks: of the parameter's data, or of the parameter whatever it was before.
+enum class Of { Data, Parameter };
+
+template <class Change>
+void change(const at::Tensor& tensor, Change&& how, Of of = Of::Data) {
+  const auto before = data_of(tensor);
+  const auto known = GradientDispatcher::known_of(tensor);
+  auto data = before ? copy_of(*before) : c10::make_intrusive<ParameterData>();
   how(*data);
+  // What is said of data of another shape than the parameter's goes with that data, but for what the parameter is from now on (who cuts it).
+  if ((of == Of::Parameter || !known || known == before) && is_known(tensor, *data)) GradientDispatcher::know(tensor, data);
   tensor.unsafeGetTensorImpl()->set_backend_meta(std::move(data));
 }
 
@@ -112,13 +151,28 @@ bool has_slice(const at::Tensor& tensor) {
 }
 
 const Slice& slice_of(const at::Tensor& tensor) {
-  if (!has_slice(tensor)) set_slice(tensor, Slice::whole("", tensor.sizes().vec()));
+  if (!has_slice(tensor)) change(tensor, [&](ParameterData& data) { data.slice = Slice::whole("", tensor.sizes().vec()); });
   return *data_of(tensor)->slice;
 }
 
 void set_slice(const at::Tensor& tensor, Slice slice) {
   slice.check();
-  change(tensor, [&](ParameterData& data) { data.slice = std::move(slice); });
+  change(tensor, [&](ParameterData& data) { data.slice = std::move(slice); }, Of::Parameter);
+}
+
+namespace {
+/// Of a whole one of which nobody has said more than its name: nothing is lost where that is said of other data.
+bool is_name_alone(const ParameterData& data) {
+  return data.slice->is_whole() && !data.keeps_memory && !data.follows && data.sharings.empty() && data.dealt.empty() && !data.along && !data.divided &&
+         data.users.empty();
+}
+}  // namespace
+
+void set_name(const at::Tensor& tensor, const std::string& name) {
+  Slice named = slice_of(tensor);
+  named.name = name;
+  const auto known = as_ours(GradientDispatcher::known_of(tensor));
+  change(tensor, [&](ParameterData& data) { data.slice = std::move(named); }, !known || is_name_alone(*known) ? Of::Parameter : Of::Data);
 }
 
 void set_data_of_same(const at::Tensor& parameter, const at::Tensor& data) {
@@ -139,6 +193,19 @@ void keep_beside(const at::Tensor& parameter, bool beside) {
 bool is_kept_beside(const at::Tensor& parameter) {
   const auto data = data_of(parameter);
   return data && data->kept_beside;
+}
+
+void restore_known(const at::Tensor& parameter) {
+  if (auto known = GradientDispatcher::known_of(parameter)) parameter.unsafeGetTensorImpl()->set_backend_meta(known);
+}
+
+bool was_given(const at::Tensor& parameter) {
+  const auto data = data_of(parameter);
+  return data && data->given;
+}
+
+void forget_given(const at::Tensor& parameter) {
+  if (was_given(parameter)) change(parameter, [](ParameterData& data) { data.given = false; });
 }
 
 void announce_write(const at::Tensor& parameter) {

@@ -41,8 +41,8 @@ const Slice& slice_of(const at::Tensor& tensor);
 bool has_slice(const at::Tensor& tensor);
 void set_slice(const at::Tensor& tensor, Slice slice);
 
-/// Gives the parameter other data of its shape (libtorch's set_data), in another dtype for instance, and keeps all that is known of it here: set_data alone
-/// takes the data's.
+/// Gives the parameter other data of its shape (libtorch's set_data), in another dtype for instance, and keeps all that is known of it here. After set_data
+/// alone it is known for the same part, but drawn as the data says (set_init), and a tensor that was never trained is known for what the data is.
 void set_data_of_same(const at::Tensor& parameter, const at::Tensor& data);
 
 /// Says that someone else gives this parameter its memory (a flat buffer of slices): `materialize` draws into it and never puts another in its place.

@@ -45,21 +45,28 @@ std::string ranks_that_differ(const at::Tensor& words, int64_t column) {
   return ranks;
 }
 
-int64_t hash_of_structure(const std::vector<nn::NamedParameter>& parameters) {
+/// `strides`: also of how their gradients lie where they lie as the parameters do.
+int64_t hash_of_structure(const std::vector<nn::NamedParameter>& parameters, bool strides) {
   Hasher structure;
   for (const auto& [name, tensor, aliases] : parameters) {
-    const std::string description = detail::concat(name, ' ', tensor.sizes(), ' ', tensor.scalar_type(), ' ', tensor.requires_grad(), ';');
+    std::string description = detail::concat(name, ' ', tensor.sizes(), ' ', tensor.scalar_type(), ' ', tensor.requires_grad(), ';');
+    if (strides) description += detail::concat(at::IntArrayRef(gradient_strides(tensor)), ';');
     structure.update(description.data(), description.size());
   }
   return static_cast<int64_t>(structure.value());
 }
 
-/// `summaries`: of each rank how many parameters it has, and the hash of their structure.
-void refuse_other_structure(const std::string& technique, const at::Tensor& summaries, const comm::Group& group) {
-  const std::string other = ranks_that_differ(summaries, 1);
+/// `summaries`: of each rank how many parameters it has, and the hash of their structure with strides. Refuses another structure, and says whether strides are
+/// the same: where something differs, ranks ask once more.
+bool have_same_strides(const std::string& technique, const std::vector<nn::NamedParameter>& parameters, const at::Tensor& summaries, const comm::Group& group,
+                       at::Device device) {
+  if (ranks_that_differ(summaries, 1).empty()) return true;
+  const at::Tensor structures = gather_words({summaries[group.rank()][0].item<int64_t>(), hash_of_structure(parameters, /*strides=*/false)}, group, device);
+  const std::string other = ranks_that_differ(structures, 1);
   require(other.empty(), technique, ": the module of rank 0 of ", group.name(), " (", summaries[0][0].item<int64_t>(),
           " parameters) differs in names, shapes, dtypes or requires_grad on rank ", other,
           "; every rank has to build the same model, and to wrap parts of one in the same order");
+  return false;
 }
 
 /// Where a parameter is another one than on rank 0.
@@ -68,8 +75,13 @@ struct Difference {
   bool trained;  ///< it takes gradients
 };
 
-/// The first. Nothing in a dry run, whose messages are counted, and mean nothing.
-std::optional<Difference> find_difference(const std::string& technique, const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
+struct Comparison {
+  std::optional<Difference> difference = std::nullopt;  ///< the first
+  bool same_strides = true;
+};
+
+/// Nothing is found in a dry run, whose messages are counted, and mean nothing.
+Comparison compare_parameters(const std::string& technique, const std::vector<nn::NamedParameter>& parameters, const comm::Group& group) {
   const at::Device device = message_device(parameters.front().tensor, group);
   const bool has_values = !parameters.front().tensor.is_meta();
   Hasher values;
@@ -79,17 +91,30 @@ std::optional<Difference> find_difference(const std::string& technique, const st
     values.update(&hashes.back(), sizeof(int64_t));
   }
   const at::Tensor summaries =
-      gather_words({static_cast<int64_t>(parameters.size()), hash_of_structure(parameters), static_cast<int64_t>(values.value())}, group, device);
-  if (!has_values) return std::nullopt;
+      gather_words({std::ssize(parameters), hash_of_structure(parameters, /*strides=*/true), static_cast<int64_t>(values.value())}, group, device);
+  if (!has_values) return {};
 
-  refuse_other_structure(technique, summaries, group);
-  if (ranks_that_differ(summaries, 2).empty()) return std::nullopt;
+  const bool same_strides = have_same_strides(technique, parameters, summaries, group, device);
+  if (ranks_that_differ(summaries, 2).empty()) return {.same_strides = same_strides};
   const at::Tensor all = gather_words(hashes, group, device);
   for (size_t i = 0; i < parameters.size(); ++i) {
     std::string ranks = ranks_that_differ(all, static_cast<int64_t>(i));
-    if (!ranks.empty()) return Difference{parameters[i].name, std::move(ranks), parameters[i].tensor.requires_grad()};
+    if (!ranks.empty()) return {Difference{parameters[i].name, std::move(ranks), parameters[i].tensor.requires_grad()}, same_strides};
   }
-  return std::nullopt;
+  return {.same_strides = same_strides};
+}
+
+void refuse_difference(const std::optional<Difference>& difference, const comm::Group& group, const std::string& technique, const std::string& reason) {
+  if (!difference) return;
+  constexpr const char* kLoaded =
+      "they were equal when the model was wrapped: load the same file on every rank after that, or load on rank 0 before, and wrap "
+      "with ReplicaStart::Broadcast (ReplicaStart::Trust: who writes parameters on some ranks alone vouches)";
+  // Forward may be what writes one that nobody trains, and ranks see other samples each: a normaliser of observations, a table of codes.
+  constexpr const char* kKept =
+      "it takes no gradient: if forward writes it, from what each rank sees, make it a buffer (register_buffer), which rank 0 gives out under "
+      "BufferBroadcast::EachStep, write it from what all ranks saw, or wrap with ReplicaStart::Trust, under which nobody compares; if not, ";
+  throw ConfigError(detail::concat(technique, ": the replicas differ: parameter '", difference->parameter, "' of rank 0 of ", group.name(),
+                                   " is another one on rank ", difference->ranks, "; ", difference->trained ? "" : kKept, reason.empty() ? kLoaded : reason));
 }
 
 /// One message per dtype and device: small tensors are packed, for a broadcast costs a round trip whatever its size.
@@ -166,35 +191,28 @@ std::string unlike_buffer(const std::vector<BufferForm>& forms, const comm::Grou
 
 }  // namespace
 
-void equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start, const nn::ParameterFilter& only, const std::string& technique) {
+bool equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start, const nn::ParameterFilter& only, const std::string& technique) {
   const std::vector<nn::NamedParameter> parameters = nn::unique_parameters(module, only);
-  if (group.size() == 1 || parameters.empty() || start == ReplicaStart::Trust) return;
+  if (group.size() == 1 || parameters.empty() || start == ReplicaStart::Trust) return true;
   const at::NoGradGuard no_grad;
   if (start == ReplicaStart::Check) {
-    return compare_replicas(parameters, group, technique,
-                            "build the model from the same seed on every rank, load the same file on all of them, or start from rank 0's with "
-                            "ReplicaStart::Broadcast");
+    const auto [difference, same_strides] = compare_parameters(technique, parameters, group);
+    refuse_difference(difference, group, technique,
+                      "build the model from the same seed on every rank, load the same file on all of them, or start from rank 0's with "
+                      "ReplicaStart::Broadcast");
+    return same_strides;
   }
-  const at::Tensor summaries =
-      gather_words({static_cast<int64_t>(parameters.size()), hash_of_structure(parameters)}, group, message_device(parameters.front().tensor, group));
-  if (!parameters.front().tensor.is_meta()) refuse_other_structure(technique, summaries, group);
+  const at::Device device = message_device(parameters.front().tensor, group);
+  const at::Tensor summaries = gather_words({std::ssize(parameters), hash_of_structure(parameters, /*strides=*/true)}, group, device);
+  const bool same_strides = parameters.front().tensor.is_meta() || have_same_strides(technique, parameters, summaries, group, device);
   for (const nn::NamedParameter& parameter : parameters) broadcast_packed({parameter.tensor.detach()}, group);
+  return same_strides;
 }
 
 void compare_replicas(const std::vector<nn::NamedParameter>& parameters, const comm::Group& group, const std::string& technique, const std::string& reason) {
   if (group.size() == 1 || parameters.empty()) return;
   const at::NoGradGuard no_grad;
-  const auto difference = find_difference(technique, parameters, group);
-  if (!difference) return;
-  constexpr const char* kLoaded =
-      "they were equal when the model was wrapped: load the same file on every rank after that, or load on rank 0 before, and wrap "
-      "with ReplicaStart::Broadcast (ReplicaStart::Trust: who writes parameters on some ranks alone vouches)";
-  // Forward may be what writes one that nobody trains, and ranks see other samples each: a normaliser of observations, a table of codes.
-  constexpr const char* kKept =
-      "it takes no gradient: if forward writes it, from what each rank sees, make it a buffer (register_buffer), which rank 0 gives out under "
-      "BufferBroadcast::EachStep, write it from what all ranks saw, or wrap with ReplicaStart::Trust, under which nobody compares; if not, ";
-  throw ConfigError(detail::concat(technique, ": the replicas differ: parameter '", difference->parameter, "' of rank 0 of ", group.name(),
-                                   " is another one on rank ", difference->ranks, "; ", difference->trained ? "" : kKept, reason.empty() ? kLoaded : reason));
+  refuse_difference(compare_parameters(technique, parameters, group).difference, group, technique, reason);
 }
 
 uint64_t hash_of_buffers(const torch::nn::Module& module) {

@@ -28,8 +28,10 @@ enum class BufferBroadcast {
 
 /// Applies `start` to the parameters of `module`, those in `only`, over `group`. Throws ConfigError, in the name of `technique`: modules of other structure, or
 /// parameters of other values, by rank and name.
-/// Traffic: Check one all-gather of 3 words per rank (a word per parameter more where it finds a difference); Broadcast every parameter once.
-void equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start, const nn::ParameterFilter& only = {},
+/// Returns whether the parameters lie in memory alike (strides) on all of its ranks, as far as that was asked: not under Trust, which says yes.
+/// Traffic: Check one all-gather of 3 words per rank (a word per parameter more where it finds a difference); Broadcast every parameter once; both two words
+/// more where they do not lie alike.
+bool equalize_replicas(torch::nn::Module& module, const comm::Group& group, ReplicaStart start, const nn::ParameterFilter& only = {},
                        const std::string& technique = "data parallelism");
 
 /// Throws ConfigError, by name and rank, where one of `parameters` is another one on some rank. `reason`: what may be the cause, and the way out; unset:

@@ -26,6 +26,7 @@
 #include "tessera/nn/calls.h"
 #include "tessera/nn/decisions.h"
 #include "tessera/nn/linear.h"
+#include "tessera/nn/not_repeated.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/saved_tensors.h"
@@ -120,6 +121,7 @@ at::Tensor RouterImpl::with_losses(const at::Tensor& weights, const at::Tensor& 
   const at::Tensor z = of_tokens(at::logsumexp(logits, -1)).square().sum() / all_tokens;
   if (counts()) {
     const at::NoGradGuard no_grad;
+    const NotRepeated counting;
     const MemoryScope scope(MemoryCategory::Other);
     const auto options = logits.options().dtype(at::kDouble).requires_grad(false);
     if (!statistics_.defined() || statistics_.device() != logits.device()) statistics_ = at::zeros({experts + kBehindLoad}, options);
@@ -139,6 +141,7 @@ bool RouterImpl::counts() const { return is_training() && !recomputing() && (pee
 void RouterImpl::count_dropped(const at::Tensor& chosen, const at::Tensor& counts) {
   if (!this->counts() || !statistics_.defined() || !at::GradMode::is_enabled()) return;
   const at::NoGradGuard no_grad;
+  const NotRepeated counting;
   statistics_.narrow(0, options_.experts + kBehindLoad - 1, 1).add_(chosen.ge(0).sum() - counts.sum());
 }
 

@@ -11,6 +11,7 @@
 #include "tessera/core/error.h"
 #include "tessera/kernels/consecutive.h"
 #include "tessera/kernels/dropout.h"
+#include "tessera/nn/not_repeated.h"
 
 namespace tessera::nn {
 
@@ -24,6 +25,7 @@ uint64_t draw_from_libtorch() {
 }
 
 at::Tensor make_rows(const SampleContext& context, int64_t batch, int64_t columns, at::Device device) {
+  const NotRepeated shared;  // the first of a scope who asks makes them, which need not be who is computed again
   const at::Tensor samples = kernels::consecutive(context.first_sample, batch, device);
   if (context.positions.defined()) return kernels::dropout_rows(samples, context.positions.narrow(0, context.first_column, columns), context.seq_len);
   const int64_t seq_len = context.seq_len > 0 ? context.seq_len : context.first_column + columns;

@@ -52,7 +52,7 @@ std::vector<Dealt> dealt_of(const at::Tensor& tensor);
 /// `groups` has a rank that holds others: a wrapper over the ranks of tensor or expert parallelism would add up what does not belong together.
 void require_same_parts(const std::string& technique, const std::vector<NamedParameter>& parameters, const std::vector<comm::Group>& groups);
 
-/// Whether the parameter, as it is now, has a Sharing for the axis: libtorch's set_data takes away what is known of it.
+/// Whether the parameter, as it is now, has a Sharing for the axis: libtorch's set_data of another shape takes away what is known of it.
 bool is_shared_over(const at::Tensor& parameter, const std::string& axis);
 
 /// By what a wrapper over `ranks` ranks divides sums of gradients that are to be means over ranks (`average`): by these, times the losses that gradients are of

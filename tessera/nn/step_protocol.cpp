@@ -46,7 +46,7 @@ void StepProtocol::arriving(const std::string& parameter) {
   if (!plain_ && !calls_.in_step()) {
     require(actions_.plain_loop_refusal.empty() && in_backward, technique_, ": '", parameter, "' got a gradient outside a step; ",
             in_backward ? actions_.plain_loop_refusal
-                        : "one that no backward pass brings needs begin_step() before (those of a schedule with backwards in two halves: docs/pipeline.md, "
+                        : "one that no backward pass brings needs begin_step() before (those of a schedule with backwards in two halves: docs/pipeline-modules.md, "
                           "pipeline::ExecutorOptions::around)");
     actions_.open(/*plain=*/true);
     plain_ = true;
@@ -60,7 +60,7 @@ void StepProtocol::require_stated_step(const std::string& parameter) const {
 
 void StepProtocol::begin_pass() {
   in_pass_ = true;
-  last_pass_ = *holds_ == 0 && (plain_ || calls_.is_last());
+  last_pass_ = !holds_.any() && (plain_ || calls_.is_last());
   pass_.begin(turn_, [this] { end_of_backward(); }, [this] { pass_failed(); });
   actions_.begin_pass(last_pass_);
 }

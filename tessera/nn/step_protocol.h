@@ -1,7 +1,6 @@
 #pragma once
 
 #include <functional>
-#include <memory>
 #include <string>
 
 #include "tessera/nn/backward_pass.h"
@@ -35,7 +34,7 @@ class StepProtocol {
   };
 
   /// `holds`: of no_sync(). `turn`: among wrappers whose steps the same pass completes.
-  StepProtocol(std::string technique, std::shared_ptr<const int> holds, nn::Turn turn, Actions actions)
+  StepProtocol(std::string technique, nn::Holds holds, nn::Turn turn, Actions actions)
       : technique_(technique), holds_(std::move(holds)), turn_(std::move(turn)), actions_(std::move(actions)), calls_(std::move(technique)) {}
 
   void begin_step();
@@ -58,7 +57,7 @@ class StepProtocol {
   bool leave_step();  ///< whether a pass ended by an exception
 
   std::string technique_;
-  std::shared_ptr<const int> holds_;
+  nn::Holds holds_;
   nn::Turn turn_;
   Actions actions_;
 

@@ -1,11 +1,15 @@
 #include "tessera/offload/host_optimizer.h"
 
+#include <algorithm>
 #include <functional>
 #include <utility>
 
 #include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
 
+#include "tessera/core/error.h"
+#include "tessera/core/hash.h"
+#include "tessera/core/parallel.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/names.h"
@@ -43,10 +47,12 @@ std::vector<optim::StateTensor> HostOptimizer::state_to_save() const {
   return with_next(inner_->state_to_save());
 }
 
-/// A delayed update is one ahead of the weights: also of what was frozen since.
+/// A delayed update is one ahead of the weights: also of what was frozen since. Of what has none under way the copy is what the parameter is by now.
 std::vector<optim::StateTensor> HostOptimizer::with_next(std::vector<optim::StateTensor> state) const {
   for (size_t i = 0; delayed_ && i < parameters_.size(); ++i) {
-    if (!parameters_[i].tensor.requires_grad() && std::ranges::find(ahead_, i) == ahead_.end()) continue;
+    const bool is_ahead = std::ranges::find(ahead_, i) != ahead_.end();
+    if (!parameters_[i].tensor.requires_grad() && !is_ahead) continue;
+    if (!is_ahead) follow(i);
     state.push_back({parameters_[i].name, std::string(optim::kNextState), beside_[i].copy.detach(), nn::slice_of(parameters_[i].tensor)});
   }
   return state;
@@ -66,9 +72,10 @@ void HostOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
   const HostMemory beside;
   await_update();
   inner_->hold_state(counts);
-  if (!delayed_ || !ahead_.empty()) return;
-  for (size_t i = 0; i < parameters_.size(); ++i) {  // each may be one update ahead; follow_all_but() will tell
-    if (counts.contains(parameters_[i].name)) ahead_.push_back(i);
+  for (size_t i = 0; delayed_ && i < parameters_.size(); ++i) {  // each may be one update ahead; follow_all_but() will tell
+    if (!counts.contains(parameters_[i].name) || std::ranges::find(ahead_, i) != ahead_.end()) continue;
+    follow(i);
+    ahead_.push_back(i);
   }
 }
 
@@ -82,10 +89,38 @@ void HostOptimizer::counts_changed() {
   inner_->set_update_counts(update_counts());
 }
 
-void HostOptimizer::follow(size_t index) {
+void HostOptimizer::follow(size_t index) const {
+  const c10::NoGradGuard no_grad;
   const at::Tensor& parameter = parameters_[index].tensor;
-  Beside& own = beside_[index];
+  const Beside& own = beside_[index];
   if (own.writes != nn::WriteMark(parameter)) own.copy.copy_(parameter);
+}
+
+namespace {
+/// The hash of the hashes of pieces, which all threads make.
+uint64_t hash_of(const at::Tensor& tensor) {
+  constexpr int64_t kPiece = int64_t{1} << 20;
+  const at::Tensor values = tensor.detach().to(at::kCPU).contiguous();
+  const auto* const bytes = static_cast<const char*>(values.const_data_ptr());
+  const auto size = static_cast<int64_t>(values.nbytes());
+  std::vector<uint64_t> pieces(static_cast<size_t>((size + kPiece - 1) / kPiece));
+  parallel_for(0, static_cast<int64_t>(pieces.size()), 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i)
+      pieces[static_cast<size_t>(i)] = hash_bytes(bytes + i * kPiece, static_cast<size_t>(std::min(kPiece, size - i * kPiece)));
+  });
+  return hash_bytes(pieces.data(), pieces.size() * sizeof(uint64_t));
+}
+}  // namespace
+
+/// The copy would overwrite what was written. A version alone says little: sharding counts them where it shows a part, and writes back what was there.
+void HostOptimizer::refuse_written(size_t index) const {
+  const auto& [name, parameter, aliases] = parameters_[index];
+  const Beside& own = beside_[index];
+  if (link_.device.is_meta() || own.writes == nn::WriteMark() || own.writes == nn::WriteMark(parameter)) return;
+  require(hash_of(parameter) == own.values, "HostOptimizer, delayed: '", name,
+          "' was written since the last step (in place, set_data, torch::load), and the update that is made meanwhile began with what it was before, and would "
+          "overwrite it; write weights before the first step, load a checkpoint with this optimizer, or make it without `delayed` (offload.delayed_update = "
+          "false), which follows");
 }
 
 void HostOptimizer::send_gradient(size_t index, const at::Tensor& gradient) {
@@ -107,7 +142,7 @@ void HostOptimizer::prepare(const std::vector<Batch>& batches) {
     }
   }
   for (const Batch& batch : batches) {
-    for (size_t i = 0; !delayed_ && i < batch.indices.size(); ++i) follow(batch.indices[i]);
+    for (const size_t index : batch.indices) follow(index);
   }
   if (!inner_->needs_begin()) return;
   for (const Batch& batch : batches) {
@@ -126,12 +161,14 @@ void HostOptimizer::prepare(const std::vector<Batch>& batches) {
 void HostOptimizer::show_update() {
   await_update();
   if (ahead_.empty()) return;
+  for (const size_t index : ahead_) refuse_written(index);
   {
     const CopyStream::Scope copying(link_.in);
     for (const size_t index : ahead_) {
       Beside& own = beside_[index];
       own.copy.mutable_grad() = at::Tensor();
       at::Tensor(parameters_[index].tensor).copy_(own.copy, /*non_blocking=*/true);
+      own.writes = nn::WriteMark(parameters_[index].tensor);
     }
   }
   ahead_.clear();
@@ -152,11 +189,16 @@ void HostOptimizer::update_later(const Batch& batch) {
     Beside& own = beside_[index];
     own.copy.mutable_grad() = std::exchange(own.gradient, {});
     arriving.push_back(own.arrived);
+    own.writes = nn::WriteMark(parameters_[index].tensor);
   }
   ahead_ = batch.indices;
-  const auto make = [this, terms = optim::UpdateTerms{.lr = batch.lr, .gradient_scale = batch.gradient_scale}, arriving] {
+  const auto make = [this, begun = batch.indices, terms = optim::UpdateTerms{.lr = batch.lr, .gradient_scale = batch.gradient_scale}, arriving] {
     const c10::NoGradGuard no_grad;
     for (const CopyStream::Point& point : arriving) point.wait();
+    for (const size_t index : begun) {
+      Beside& own = beside_[index];
+      if (!own.copy.is_meta()) own.values = hash_of(own.copy);
+    }
     inner_->apply(terms);
   };
   if (link_.device.is_meta()) return make();

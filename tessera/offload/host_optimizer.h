@@ -23,13 +23,15 @@ namespace tessera {
 ///   state     that of the optimizer inside
 ///   device    nothing beyond parameters and gradients: with AdamW 8 bytes an element less, 12 less where there are masters
 ///   host      the state, and the copies (as optimizer state); while it steps, the gradients
-///   traffic   an element's gradient out, its parameter in
+///   traffic   an element's gradient out, its parameter in; delayed, the host reads the copies once more before each update, for a hash (all its threads)
 /// Copies begin as the parameters are. Who writes these later through libtorch, or gives them other memory, is followed (nn::WriteMark), and so is whoever
 /// loads a checkpoint (set_update_counts). Works on meta. The host reads `skip`, and waits for it.
 ///
 /// Delayed, an update is made on a thread of its own while the next step computes, which has the weights of one update before, and is shown to the parameters
 /// when that step's gradients are there: w(t+1) = w(t) + update of the gradient at w(t-1). The first step shows nothing. state() then has the copies as "next",
-/// one update ahead of the parameters, and gradients stay on the host until the update is shown. Who writes parameters is not followed; see follow_all_but().
+/// one update ahead of the parameters, and gradients stay on the host until the update is shown. Who writes a parameter that has no update under way (before
+/// the first step, or without a gradient in the last) is followed, by state() as well, and so is whoever loads a checkpoint (follow_all_but); what is written
+/// otherwise the update under way knows nothing of, and the next step refuses it by name.
 class HostOptimizer final : public optim::Optimizer {
  public:
   /// Makes the optimizer inside, of the copies that it is handed.
@@ -56,7 +58,8 @@ class HostOptimizer final : public optim::Optimizer {
   /// Of a parameter: its like on the host, and what is on its way there.
   struct Beside {
     at::Tensor copy;              ///< in the parameter's shape
-    nn::WriteMark writes{};       ///< of the parameter, when it was last what the copy is; of none: not known
+    nn::WriteMark writes{};       ///< of the parameter, when it was last what the copy is, or what a delayed update began with; of none: not known
+    uint64_t values = 0;          ///< hash of what a delayed update began with
     at::Tensor gradient{};        ///< while a step is made
     CopyStream::Point arrived{};  ///< it
   };
@@ -64,7 +67,8 @@ class HostOptimizer final : public optim::Optimizer {
   void prepare(const std::vector<Batch>& batches) override;
   void update(const Batch& batch) override;
   void counts_changed() override;
-  void follow(size_t index);
+  void follow(size_t index) const;
+  void refuse_written(size_t index) const;
   void send_gradient(size_t index, const at::Tensor& gradient);
   void update_later(const Batch& batch);
   void await_update() const;

@@ -142,6 +142,8 @@ void PagedOptimizer::update(const Batch& batch) {
     for (size_t i = begin; i < end; ++i) {
       const at::Tensor& stand_in = stand_ins_[batch.indices[i]];
       nn::set_data_of_same(stand_in, batch.parameters[i].detach());
+      // Parameters may have been given other memory, and a counter of its own, since (pipeline/weight_versions.h): what is written counts there.
+      stand_in.unsafeGetTensorImpl()->set_version_counter(batch.parameters[i].unsafeGetTensorImpl()->version_counter());
       stand_in.mutable_grad() = batch.gradients[i];
     }
     inner_->begin(batch.lr);

@@ -54,6 +54,7 @@ void MasterWeights::make_master(size_t index) {
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Optimizer);
   nn::set_data_of_same(master, parameters_[index].tensor.detach().to(at::kFloat));
+  master.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(/*version=*/0));  // it stood for the weight, whose writes these are not any more
   master.set_requires_grad(true);
 }
 
@@ -103,12 +104,19 @@ void follow(const at::Tensor& master, const at::Tensor& weight) {
 
 void MasterWeights::follow_weights(const std::vector<Batch>& batches) {
   for (const Batch& batch : batches) {
+    for (const size_t index : batch.indices) make_master(index);
+    const bool one_pass = goes_in_one_pass(batch);  // its kernel follows what it writes along
     for (const size_t index : batch.indices) {
-      make_master(index);
-      if (!is_written_along(index)) follow(masters_[index].tensor, parameters_[index].tensor.detach());
+      if (!one_pass || !is_written_along(index)) follow(masters_[index].tensor, parameters_[index].tensor.detach());
     }
   }
 }
+
+namespace {
+bool is_on_host(const at::Tensor& tensor) { return tensor.is_cpu() || tensor.is_meta(); }
+}  // namespace
+
+bool MasterWeights::goes_in_one_pass(const Batch& batch) const { return inner_->updates_in_one_pass() && std::ranges::all_of(batch.parameters, is_on_host); }
 
 void MasterWeights::prepare(const std::vector<Batch>& batches) {
   follow_weights(batches);
@@ -122,14 +130,10 @@ void MasterWeights::prepare(const std::vector<Batch>& batches) {
   }
 }
 
-namespace {
-bool is_on_host(const at::Tensor& tensor) { return tensor.is_cpu() || tensor.is_meta(); }
-}  // namespace
-
 bool MasterWeights::is_written_along(size_t index) const {
   const at::Tensor &weight = parameters_[index].tensor, &master = masters_[index].tensor;
-  return inner_->updates_in_one_pass() && is_on_host(weight) && (weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kHalf) &&
-         weight.is_non_overlapping_and_dense() && weight.strides() == master.strides();
+  return is_on_host(weight) && (weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kHalf) && weight.is_non_overlapping_and_dense() &&
+         weight.strides() == master.strides();
 }
 
 void MasterWeights::update_in_one_pass(const Batch& batch) {
@@ -152,7 +156,7 @@ void MasterWeights::update_in_one_pass(const Batch& batch) {
 }
 
 void MasterWeights::update(const Batch& batch) {
-  if (inner_->updates_in_one_pass() && std::ranges::all_of(batch.parameters, is_on_host)) return update_in_one_pass(batch);
+  if (goes_in_one_pass(batch)) return update_in_one_pass(batch);
   for (size_t begin = 0; begin < batch.indices.size();) {
     const size_t end = staged_end(batch, begin);
     {

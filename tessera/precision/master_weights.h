@@ -52,6 +52,7 @@ class MasterWeights final : public optim::Optimizer {
   void follow_weights(const std::vector<Batch>& batches);
   size_t staged_end(const Batch& batch, size_t begin) const;
   /// Whether the optimizer inside follows and writes this weight along with its master.
+  bool goes_in_one_pass(const Batch& batch) const;
   bool is_written_along(size_t index) const;
   void update_in_one_pass(const Batch& batch);
 

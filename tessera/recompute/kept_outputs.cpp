@@ -2,16 +2,19 @@
 
 #include <algorithm>
 
+#include <ATen/core/Formatting.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
 
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/not_repeated.h"
+#include "tessera/recompute/kept_values.h"
 
-// Kept outputs stand in for calls by their order alone, which holds for the same reason as that of saved tensors. What is kept are aliases: the output itself
-// carries the graph, and would keep itself alive. After forward they become saved tensors like any others, so that whatever disposes of those, a recomputation
-// around this one say, disposes of these as well.
+// Kept outputs stand in for calls by their order alone, which holds for the same reason as that of saved tensors, and as with those every shape is compared: an
+// operator such as aten::add is called everywhere. What is kept are aliases: the output itself carries the graph, and would keep itself alive. After forward
+// they become saved tensors like any others, so that whatever disposes of those, a recomputation around this one say, disposes of these as well.
 
 namespace tessera {
 
@@ -73,8 +76,8 @@ class KeptOutputs::Recorder final : public nn::OperatorHooks {
     const auto dropout = operation.schema().argumentIndexWithName(kDropout);
     require(!dropout || operation.arguments()[*dropout].toDouble() == 0, "recompute '", kept_.path_, "': ", operation.name(),
             " drops at random, which has to be drawn again; leave it out of recompute.keep");
+    Call made{.name = operation.name(), .arguments = arguments_of(operation), .outputs = {}};
     operation.run(/*watch_inside=*/false);
-    Call made{.name = operation.name(), .outputs = {}};
     for (const auto& result : operation.results()) {
       // An alias: the tensor itself will carry the graph, which would then hold itself.
       const at::Tensor& output = result.toTensor();
@@ -93,9 +96,11 @@ class KeptOutputs::Replayer final : public nn::OperatorHooks {
 
   void call(nn::OperatorCall& operation) override {
     if (!kept_.keeps(operation)) return operation.run(/*watch_inside=*/operation.composite());
-    require(next_ < kept_.calls_.size() && kept_.calls_[next_].name == operation.name(), "recompute '", kept_.path_, "': computed again, it calls ",
-            operation.name(), " where the first forward pass called ", next_ < kept_.calls_.size() ? kept_.calls_[next_].name : "no further kept operator",
-            "; its forward must do the same each time");
+    const Call now{.name = operation.name(), .arguments = arguments_of(operation), .outputs = {}};
+    const bool same = next_ < kept_.calls_.size() && kept_.calls_[next_].name == now.name && kept_.calls_[next_].arguments == now.arguments;
+    require(same, "recompute '", kept_.path_, "': computed again, it calls ", now.text(), " where the first forward pass called ",
+            next_ < kept_.calls_.size() ? kept_.calls_[next_].text() : "no further operator of recompute.keep",
+            "; its forward must do the same each time: take what changes out of the module, or ", now.name, " out of recompute.keep");
     const Call& made = kept_.calls_[next_++];
     torch::jit::drop(operation.stack(), operation.schema().arguments().size());
     for (const auto& output : made.outputs) {
@@ -111,7 +116,28 @@ class KeptOutputs::Replayer final : public nn::OperatorHooks {
   size_t next_ = 0;
 };
 
-bool KeptOutputs::keeps(const nn::OperatorCall& operation) const { return operators_->contains(operation.name()) && has_own_outputs(operation.schema()); }
+bool KeptOutputs::keeps(const nn::OperatorCall& operation) const {
+  return operators_->contains(operation.name()) && has_own_outputs(operation.schema()) && !nn::NotRepeated::now();
+}
+
+std::vector<KeptOutputs::Argument> KeptOutputs::arguments_of(const nn::OperatorCall& operation) {
+  std::vector<Argument> found;
+  for (const c10::IValue& argument : operation.arguments()) {
+    nn::map_tensors(argument, [&](const at::Tensor& tensor) {
+      found.push_back({.sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type()});
+      return tensor;
+    });
+  }
+  return found;
+}
+
+std::string KeptOutputs::Call::text() const {
+  std::string text = name;
+  for (const Argument& argument : arguments) {
+    text += detail::concat(&argument == &arguments.front() ? " of " : ", ", c10::toString(argument.dtype), " ", at::IntArrayRef(argument.sizes));
+  }
+  return text;
+}
 
 std::shared_ptr<nn::OperatorHooks> KeptOutputs::recorder() { return std::make_shared<Recorder>(*this); }
 std::shared_ptr<nn::OperatorHooks> KeptOutputs::replayer() const { return std::make_shared<Replayer>(*this); }

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/ScalarType.h>
+
 #include "tessera/nn/operators.h"
 #include "tessera/nn/saved_tensors.h"
 
@@ -18,7 +20,7 @@ namespace tessera {
 std::set<std::string> keepable_operators(const std::vector<std::string>& names);
 
 /// Outputs of some operators in one forward pass, in the order of the calls; they stand in for the calls when the pass is repeated. Operators that a kernel
-/// calls inside another operator do not count: they differ from device to device.
+/// calls inside another operator do not count: they differ from device to device. Nor do those that would not be called again (nn::NotRepeated).
 class KeptOutputs {
  public:
   /// `path` of the module, for messages.
@@ -30,7 +32,8 @@ class KeptOutputs {
   /// After the pass: from now on the outputs are kept as saved tensors are, through nn::save. Throws ConfigError where one has been changed in place since.
   void forward_done();
 
-  /// Gives the outputs back in their order, without running the operators.
+  /// Gives the outputs back in their order, without running the operators. Throws ConfigError where the pass calls another operator than the first one did, or
+  /// gives it tensors of other shapes or types.
   std::shared_ptr<nn::OperatorHooks> replayer() const;
 
  private:
@@ -43,10 +46,20 @@ class KeptOutputs {
     int64_t version = 0;
     std::unique_ptr<nn::SavedTensor> saved;
   };
+  /// A tensor that an operator was given.
+  struct Argument {
+    std::vector<int64_t> sizes;
+    at::ScalarType dtype;
+    bool operator==(const Argument&) const = default;
+  };
   struct Call {
     std::string name;
+    std::vector<Argument> arguments;
     std::vector<Output> outputs;
+
+    std::string text() const;  ///< "aten::mm of [2, 3] float, [3, 4] float"
   };
+  static std::vector<Argument> arguments_of(const nn::OperatorCall& operation);
 
   std::shared_ptr<const std::set<std::string>> operators_;
   std::string path_;

@@ -18,9 +18,8 @@ namespace tessera::tensor_parallel {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-/// Refuses to compute with parts of which libtorch has forgotten what they are parts of: gradients would miss the other ranks' terms, and checkpoints would
-/// take a part for the whole. And with parameters that were updated by a term of their gradient, each rank by another; of those that a wrapper shards, whoever
-/// clips or updates its parts looks.
+/// Refuses to compute with data of another shape that a program has put in a part's place, of which nobody knows what it is a part of. And with parameters that
+/// were updated by a term of their gradient, each rank by another; of those that a wrapper shards, whoever clips or updates its parts looks.
 class KnownParts final : public nn::Interceptor {
  public:
   KnownParts(std::string axis, const std::vector<at::Tensor>& parameters, bool watches_terms);
@@ -47,8 +46,8 @@ class KnownParts final : public nn::Interceptor {
 };
 
 /// What a plan does not name is taken for whole, with the whole of its gradient. Around the calls of all of the plan's layers, one for all: of the layer that
-/// this rank calls first (a stage of a pipeline calls its own alone) a few calls look whether the ranks have updated it alike (nn::require_alike). Sharded
-/// parameters, whose slices are not shown while a forward runs, are nn::sum_terms' to look at.
+/// this rank calls first (a stage of a pipeline calls its own alone) a few calls look whether the ranks have updated it alike (nn::require_alike), and whether
+/// all have been given one rank's parts. Sharded parameters, whose slices are not shown while a forward runs, are nn::sum_terms' to look at.
 class WholeParts final : public nn::Interceptor {
  public:
   WholeParts(comm::Group group, const std::vector<nn::NamedParameter>& parameters);

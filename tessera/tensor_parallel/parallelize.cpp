@@ -225,9 +225,8 @@ class Builder {
     for (const auto& item : linear.named_parameters(/*recurse=*/false)) {
       const at::Tensor& parameter = item.value();
       const auto along = nn::along_of(parameter);
-      require(
-          along || !nn::is_adapter(item.key()), "parallelize_module: '", linear.path(), ".", item.key(),
-          "' does not know how it lies along its weight any more (set_data, or to() of another dtype or device, takes it away); call lora::attach behind them");
+      require(along || !nn::is_adapter(item.key()), "parallelize_module: '", linear.path(), ".", item.key(),
+              "' does not know how it lies along its weight (it was given data of another shape since: set_data, torch::load); call lora::attach behind that");
       if (!along) continue;
       if (along->of_weight != dim) {
         remember(parameter, everyone(/*is_term=*/true));

@@ -394,68 +394,109 @@ std::vector<std::string> groups_without_effect(const Config& config) {
 
 namespace {
 
-/// All but what the ends of a pipeline share.
-Composition compose_alone(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume = std::nullopt) {
+/// The groups that this rank is in. Collective over the mesh.
+Composition join_groups(const Config& config, const Mesh& mesh, at::Device device) {
   const MeshRoles roles = mesh_roles(config);
   Composition run;
   run.device = device;
   run.channels = pipeline_channels(mesh, roles.stages);
   run.pipeline = run.channels.ahead;
-  const PipelineLayout layout = pipeline_layout(config, run.pipeline.size());
-  run.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
-  run.model->head()->set_loss({.label_smoothing = config.loss.label_smoothing, .z_loss = config.loss.z_loss});
-  for (MixtureFeedForwardImpl* mixture : mixtures_of(*run.model)) mixture->set_training(config.moe);
-  const precision::Policy policy = precision::policy_from(config.precision);
-  precision::require_support(policy, device);
-  const auto seed = static_cast<uint64_t>(config.run.seed);
-  run.adapted = add_adapters(config, *run.model);
-  precision::apply(*run.model, policy);
   run.layers = mesh[roles.layers];
   run.columns = {mesh[roles.columns], column_rule(config, mesh.size(roles.columns))};
   run.cut = mesh[roles.cut];
   run.elements = mesh[roles.elements];
   run.expert_elements = deals_experts_over_replicas(config, mesh.shape()) ? expert_mesh(config, mesh)[{"pp", "ep", "expert_tp"}] : run.elements;
+  return run;
+}
+
+/// The whole model on meta, in the types in which it is cut and drawn.
+void build_whole(const Config& config, const PipelineLayout& layout, const precision::Policy& policy, CutModel& run) {
+  run.model = on_meta([&] { return layout.stages() > 1 ? make_model_for_stages(config.model) : make_model(config.model); });
+  run.model->head()->set_loss({.label_smoothing = config.loss.label_smoothing, .z_loss = config.loss.z_loss});
+  for (MixtureFeedForwardImpl* mixture : mixtures_of(*run.model)) mixture->set_training(config.moe);
+  run.adapted = add_adapters(config, *run.model);
+  precision::apply(*run.model, policy);
+}
+
+/// What tiles of tokens computed again have to be told of a sequence that is cut over the ranks of layers.
+TiledParts tiled_parts(const Config& config, const CutModel& run) {
+  if (!config.tensor.sequence_parallel || !run.tensor) return {};
+  return {.ranks = run.layers.size(),
+          .sequence = [tensor = run.tensor.get()] { return tensor->sequence(); },
+          .set_sequence = [tensor = run.tensor.get()](int64_t positions) { tensor->set_sequence(positions); }};
+}
+
+/// Leaves of the whole model this rank's experts, layers and stages.
+void cut_over_ranks(const Config& config, const Mesh& mesh, const PipelineLayout& layout, Composition& run) {
   let_routers_meet(config, mesh, *run.model);
   run.recomputed = tile_routed(config, *run.model);
   run.experts = deal_experts(*run.model, expert_ranks(config, mesh));
   cut_model(config, layout, run, [&] {
-    TiledParts parts;
-    if (config.tensor.sequence_parallel && run.tensor) {
-      parts = {.ranks = run.layers.size(),
-               .sequence = [tensor = run.tensor.get()] { return tensor->sequence(); },
-               .set_sequence = [tensor = run.tensor.get()](int64_t positions) { tensor->set_sequence(positions); }};
-    }
-    run.recomputed.add(recompute_blocks(config, *run.model, layout, run.columns.most(config.data.seq_len), parts));
-    run.moved = move_activations(config, *run.model, device, run.disk);
+    run.recomputed.add(recompute_blocks(config, *run.model, layout, run.columns.most(config.data.seq_len), tiled_parts(config, run)));
+    run.moved = move_activations(config, *run.model, run.device, run.disk);
   });
-  quantize_frozen(config, *run.model, device, resume ? SavedWeights{&resume->folder, &resume->manifest} : SavedWeights());
-  if (config.zero.stage == 3) shard_parameters(config, policy, mesh, device, run);
-  materialize(*run.model, seed, device);
+}
+
+/// Memory and values on the device, at stage 3 of this rank's slices alone.
+void give_values(const Config& config, const Mesh& mesh, const precision::Policy& policy, const std::optional<ResumePoint>& resume, Composition& run) {
+  quantize_frozen(config, *run.model, run.device, resume ? SavedWeights{&resume->folder, &resume->manifest} : SavedWeights());
+  if (config.zero.stage == 3) shard_parameters(config, policy, mesh, run.device, run);
+  materialize(*run.model, static_cast<uint64_t>(config.run.seed), run.device);
   run.parameters = parameters_of(run);
   run.updated = trained(run.parameters);
-  const comm::Group data = mesh[roles.tokens];
-  allow_tf32(policy, device, data.rank() == 0);
-  const bool streamed = config.offload.gradients.is("host") && config.zero.stage < 3;
-  const auto sums = streamed ? std::make_shared<HostSums>(device, config.zero.bucket_bytes) : nullptr;
+}
+
+bool streams_gradients(const Config& config) { return config.offload.gradients.is("host") && config.zero.stage < 3; }
+
+/// Puts in the place of parameters what the optimizer is to update for them: parts of theirs, or copies on the host.
+void replace_updated(const Config& config, const Mesh& mesh, const precision::Policy& policy, const std::optional<ResumePoint>& resume, Composition& run) {
+  const bool streamed = streams_gradients(config);
+  const auto sums = streamed ? std::make_shared<HostSums>(run.device, config.zero.bucket_bytes) : nullptr;
   if (config.zero.stage == 1 || config.zero.stage == 2) shard_updates(config, policy, mesh, sums, run);
   if (config.zero.stage == 0 && streamed) synchronize_replicas(config, mesh, resume, sums, run);
   if (streamed) stream_gradients(sums, run);
-  // Before there is an optimizer: master weights begin as the weights are.
-  // Where a checkpoint may lack some, those begin as they would without it.
+}
+
+/// Of a run that begins, and of one that goes on from a checkpoint that may lack some: those begin as they would without it.
+bool begins_from_files(const Config& config, at::Device device, const std::optional<ResumePoint>& resume) {
   const bool wanted = !resume || !config.checkpoint.partial.empty();
-  const bool from_files = device != at::kMeta && wanted && (!config.model.from_hf.empty() || !config.lora.from_peft.empty());
-  if (from_files) load_starting_weights(config, *run.model);
-  if (from_files && run.host != nullptr) run.host->follow();
-  {
-    const HostMemory beside(run.offloaded);
-    run.optimizer = make_optimizer(config, policy, device, run);
-    run.loss_scale = precision::LossScale(config.precision);
-    if (device != at::kMeta && resume) load_state(config, *resume, run, data.rank() == 0 && run.layers.rank() == 0);
-  }
-  if (from_files || (device != at::kMeta && resume)) check_loaded(config, mesh, run);
+  return device != at::kMeta && wanted && (!config.model.from_hf.empty() || !config.lora.from_peft.empty());
+}
+
+void load_from_files(const Config& config, Composition& run) {
+  load_starting_weights(config, *run.model);
+  if (run.host != nullptr) run.host->follow();
+}
+
+/// The optimizer of what is updated, whose masters begin as the weights are; then the state of all of it, where the run goes on. `first`: says aloud.
+void prepare_updates(const Config& config, const precision::Policy& policy, const ResumePoint* resume, bool first, Composition& run) {
+  const HostMemory beside(run.offloaded);
+  run.optimizer = make_optimizer(config, policy, run.device, run);
+  run.loss_scale = precision::LossScale(config.precision);
+  if (resume != nullptr) load_state(config, *resume, run, first);
+}
+
+/// All but what the ends of a pipeline share.
+Composition compose_alone(const Config& config, const Mesh& mesh, at::Device device, const std::optional<ResumePoint>& resume = std::nullopt) {
+  const precision::Policy policy = precision::policy_from(config.precision);
+  precision::require_support(policy, device);
+  Composition run = join_groups(config, mesh, device);
+  const PipelineLayout layout = pipeline_layout(config, run.pipeline.size());
+  build_whole(config, layout, policy, run);
+  cut_over_ranks(config, mesh, layout, run);
+  give_values(config, mesh, policy, resume, run);
+
+  const bool first = mesh[mesh_roles(config).tokens].rank() == 0;
+  allow_tf32(policy, device, first);
+  replace_updated(config, mesh, policy, resume, run);
+  const bool from_files = begins_from_files(config, device, resume);
+  if (from_files) load_from_files(config, run);
+  const ResumePoint* const saved = device != at::kMeta && resume ? &*resume : nullptr;
+  prepare_updates(config, policy, saved, first && run.layers.rank() == 0, run);
+  if (from_files || saved != nullptr) check_loaded(config, mesh, run);
 
   refuse_coupled_batches(config, mesh, *run.model);
-  if (config.zero.stage == 0 && !streamed) synchronize_replicas(config, mesh, resume, /*relay=*/nullptr, run);
+  if (config.zero.stage == 0 && !streams_gradients(config)) synchronize_replicas(config, mesh, resume, /*relay=*/nullptr, run);
   return run;
 }
 

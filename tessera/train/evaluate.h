@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 
 #include "tessera/comm/group.h"
 #include "tessera/data/corpus.h"
@@ -20,5 +22,10 @@ struct Evaluation {
 /// their columns, and no stage waits between micro-batches. Traffic: one all-reduce of a number over either, one broadcast of it to the stages, and what
 /// forward passes send.
 Evaluation evaluate(ForwardEngine& engine, std::shared_ptr<const data::Corpus> corpus, int64_t seq_len, int64_t micro_size, const comm::Group& group);
+
+/// The same, unless `given_up` says that nobody needs it any more: then nothing. It is asked before each round of micro-batches, as often on every rank, and
+/// says the same on all of them before the same round.
+std::optional<Evaluation> evaluate(ForwardEngine& engine, std::shared_ptr<const data::Corpus> corpus, int64_t seq_len, int64_t micro_size,
+                                   const comm::Group& group, const std::function<bool()>& given_up);
 
 }  // namespace tessera

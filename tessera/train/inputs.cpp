@@ -25,9 +25,11 @@
 #include "tessera/optim/groups.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/optim/whole_model.h"
+#include "tessera/precision/loss_scale.h"
 #include "tessera/train/adapters.h"
 #include "tessera/train/found_tokenizer.h"
 #include "tessera/train/progress.h"
+#include "tessera/train/replay.h"
 
 // Everything that can be refused is refused here, before there is a process group: by one process in one line, instead of by all ranks at once after they have
 // met. The exception are hashes of a large checkpoint, which ranks share: so they are checked after the meeting, and a bad one has to be agreed upon, or ranks
@@ -216,6 +218,12 @@ Config with_momentum(Config config) {
   return config;
 }
 
+/// With what `auto` became where it was saved, if the checkpoint says so, for a run that knows what it has become here.
+Config with_settled_compute(Config saved, const nlohmann::json& progress, const Config& config) {
+  if (saved.precision.compute == "auto" && config.precision.compute != "auto") saved.precision.compute = recorded_compute(progress).value_or("auto");
+  return saved;
+}
+
 /// Steps that were not applied, for which the schedule waits.
 int64_t skipped_steps(const checkpoint::Manifest& manifest) {
   const auto scale = manifest.progress.find("loss_scale");
@@ -301,15 +309,21 @@ void check_hashes(Inputs& inputs, const Config& config, const comm::World& world
 std::vector<std::string> changes_since(const ResumePoint& resume, const Config& config) {
   const std::string folder = resume.folder.string();
   const int64_t step = resume.manifest.step;
-  const Config saved = config_of(resume.manifest.progress, folder);
+  const Config saved = with_settled_compute(config_of(resume.manifest.progress, folder), resume.manifest.progress, config);
   std::vector<std::string> remarks;
   const auto changed = checkpoint::changed_settings(with_momentum(saved), with_momentum(config));
   std::string list;
   for (const auto& setting : changed) list += (list.empty() ? "" : ", ") + setting;
   if (!list.empty()) remarks.push_back(detail::concat("going on from ", folder, " with other settings than it was saved with: ", list));
   const bool bends = config.run.steps != saved.run.steps && config.optim.schedule != "constant" && saved.optim.schedule != "constant";
-  const optim::LearningRate rate_before(saved.optim, saved.run.steps), rate_now(config.optim, config.run.steps);
+  // By the settings of now, whatever they were: what else has changed is on the list, and none of run.steps' doing.
+  const optim::LearningRate rate_before(config.optim, saved.run.steps), rate_now(config.optim, config.run.steps);
   const int64_t skipped = skipped_steps(resume.manifest);
+  if (skipped > 0 && precision::LossScale(saved.precision).enabled() && !precision::LossScale(config.precision).enabled()) {
+    remarks.push_back(detail::concat("precision.loss_scale = ", config.precision.loss_scale, " (was ", saved.precision.loss_scale, "): ", skipped, " of the ",
+                                     step, " steps before were skipped, and the learning rate waits for them: step ", step + 1, " is update ",
+                                     step + 1 - skipped, " (skipped_steps in metrics.jsonl)"));
+  }
   for (int64_t next = step + 1; bends && next <= config.run.steps; ++next) {  // through a warm-up, in which they are the same
     const double before = rate_before.at(next - skipped), now = rate_now.at(next - skipped);
     if (before == now) continue;

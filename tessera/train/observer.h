@@ -56,7 +56,7 @@ struct RunEnd {
   std::string reason{};  ///< of one that was asked to stop: who asked, and what was saved
 };
 
-/// Hears of a run's progress and takes no part in it. One rank (the first) has observers; calls come from the training thread.
+/// Hears of a run's progress and takes no part in it, but for what its records lack. One rank (the first) has observers; calls come from the training thread.
 class Observer {
  public:
   virtual ~Observer() = default;
@@ -64,6 +64,10 @@ class Observer {
   virtual void after_step(const StepResult&) {}
   virtual void after_validation(const ValidationResult&) {}
   virtual void on_end(const RunEnd&) {}
+
+  /// Behind on_start of a run that goes on: whether there is a record of `step`, the one that it goes on from, and none of the validation behind that step. An
+  /// earlier start ended in between, so this one validates first.
+  virtual bool lacks_validation(int64_t /*step*/) const { return false; }
 };
 
 }  // namespace tessera

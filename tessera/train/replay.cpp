@@ -260,6 +260,12 @@ std::string in_words(const Replay::Result& result) {
   return detail::concat("replays ", how, ", on ", result.micro_batches, " micro-batches", left_out);
 }
 
+std::optional<std::string> recorded_compute(const nlohmann::json& progress) {
+  const nlohmann::json::json_pointer place("/replay/arithmetic/precision/compute");
+  if (!progress.contains(place) || !progress.at(place).is_string()) return std::nullopt;
+  return progress.at(place).get<std::string>();
+}
+
 double replay_bound(const std::vector<std::string>& formats) {
   static const std::map<std::string, double> bounds{{"fp32", 5e-6}, {"tf32", 1e-3}, {"fp16", 2e-3}, {"bf16", 1e-2}, {"fp8", 5e-2}};
   double bound = 0;

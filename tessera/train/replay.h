@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,9 @@ class Replay {
 
 /// How a replay went, as what is said of the checkpoint.
 std::string in_words(const Replay::Result& result);
+
+/// The precision.compute that the saved run computed in, whatever it was asked for ("auto"); nothing where a checkpoint records no step to replay.
+std::optional<std::string> recorded_compute(const nlohmann::json& progress);
 
 /// How far, relatively, a loss may be off that other arithmetic computed: as the coarsest of these number formats allows (fp32: 5e-6).
 double replay_bound(const std::vector<std::string>& formats);

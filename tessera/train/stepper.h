@@ -26,17 +26,12 @@
 #include "tessera/train/stage_updates.h"
 #include "tessera/train/step_clock.h"
 #include "tessera/train/step_graph.h"
+#include "tessera/train/stop.h"
 
 namespace tessera {
 
 /// The share of each step that this rank of the mesh is dealt: what `train` loads, and `plan` has in shape alone.
 data::LoaderOptions loader_options(const Config& config, const Mesh& mesh);
-
-/// A rank's wish that the run ends after a step.
-struct StopRequest {
-  int rank = 0;    ///< of the world: the first one that wishes it
-  int signal = 0;  ///< that it got
-};
 
 /// How the loss is scaled after a step.
 struct LossScaling {

@@ -1,12 +1,17 @@
 #include "tessera/train/stop.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
+#include <utility>
 
+#include <ATen/ops/empty.h>
 #include <time.h>
 
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 
 // Whoever ends a job tells all of its processes at once (systemd, scancel, a container's end), and the launcher among them tells its ranks once more. That is
@@ -72,6 +77,32 @@ void StopSignals::leave_ignored(int signal) {
     saved.action = {};
     saved.action.sa_handler = SIG_IGN;
   }
+}
+
+StopVote::StopVote(comm::Group group, std::function<int()> signal) : group_(std::move(group)), signal_(std::move(signal)) {}
+
+bool StopVote::stops() {
+  if (request_ || rounds_left_-- > 0) return request_.has_value();
+  constexpr double kBetween = 1, kHasRoom = kBetween / 2;  // seconds
+  const auto now = Clock::now();
+  const double passed = asked_ ? std::chrono::duration<double>(now - *asked_).count() : kBetween;
+  const comm::CallSite site("stop");
+  const at::Tensor mine = at::empty({2}, at::device(at::kCPU).dtype(at::kDouble));
+  mine.mutable_data_ptr<double>()[0] = signal_ ? signal_() : 0;
+  mine.mutable_data_ptr<double>()[1] = passed;
+  const at::Tensor all = at::empty({2 * group_.size()}, mine.options());
+  comm::all_gather(group_, all, mine);
+  double slowest = 0;  // agreed on, or ranks would ask before other rounds
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    const double* const its = all.const_data_ptr<double>() + 2 * rank;
+    if (its[0] != 0 && !request_) request_ = {.rank = group_.world_rank(rank), .signal = static_cast<int>(its[0])};
+    slowest = std::max(slowest, its[1]);
+  }
+  if (slowest < kHasRoom) rounds_between_ *= 2;
+  if (slowest > kBetween) rounds_between_ = std::max<int64_t>(rounds_between_ / 2, 1);
+  asked_ = now;
+  rounds_left_ = rounds_between_ - 1;
+  return request_.has_value();
 }
 
 }  // namespace tessera

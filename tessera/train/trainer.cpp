@@ -18,6 +18,7 @@
 #include "tessera/checkpoint/agreement.h"
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/dump.h"
+#include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/call_site.h"
@@ -35,6 +36,7 @@
 #include "tessera/train/hook_state.h"
 #include "tessera/train/progress.h"
 #include "tessera/train/ranks_agree.h"
+#include "tessera/train/stop.h"
 #include "tessera/train/timeline.h"
 
 // A Trainer is a run: from where it goes on, over its steps, to its end, with loading, saving, validation and observers around a Stepper. It is made in the
@@ -241,30 +243,49 @@ void Trainer::run() {
 }
 
 void Trainer::train_to_the_end(RunEnd& end) {
+  const bool saves = saver_ != nullptr;
   bool skipped = false, lost = false;  // the last step; and its loss
-  while (end.step < config_.run.steps) {
+  if (inputs_.resume) make_up_for(end.step);
+  while (!stop_ && end.step < config_.run.steps) {
     const StepResult result = step();
     end.step = result.step;
     skipped = !std::isfinite(result.grad_norm);
     lost = !std::isfinite(result.loss);
     for (auto& o : observers_) o->after_step(result);
-    const bool stopping = stop_ && end.step < config_.run.steps;
-    const bool saving = !config_.checkpoint.dir.empty() && (stopping || due(config_.checkpoint.every, end.step));
-    if (saving && stopping) save(end.step);  // before all else: whoever asks us to stop does not wait for ever
-    if (inputs_.validation && config_.run.validate_every > 0 && due(config_.run.validate_every, end.step)) validate_model(end.step);
-    if (saving && !stopping) save(end.step);
-    if (stopping) {
-      finish_saving();
-      end.reason = stop_reason();
-      return;
-    }
+    const bool validating = validates(end.step);
+    if (end.step == config_.run.steps && !validating) stop_.reset();  // there is nothing left to stop
+    const bool saving = saves && due(config_.checkpoint.every, end.step);
+    if (saving) save(end.step);  // first: whoever ends us in the midst of a validation does not end what is trained
+    if (validating && !stop_) validate_model(end.step);
+    if (saves && stop_ && !saving) save(end.step);
   }
   finish_saving();
+  if (stop_) {
+    end.reason = stop_reason();
+    return;
+  }
   if (skipped && world_.rank() == 0) {
     log().warn("step {}, the last, was skipped, as its {} not finite: the weights are those that it began with{}", end.step,
                lost ? "gradient and its loss are" : "gradient is", lost ? "; look at [precision], and at optim.lr, before they are used" : "");
   }
   end.finished = true;
+}
+
+void Trainer::make_up_for(int64_t step) {
+  const bool last = step == config_.run.steps;
+  const bool validating = validates(step) && config_.checkpoint.partial.empty();  // or these would be other weights than those of that step
+  if (!last && !validating) return;
+  const comm::CallSite site("start");
+  nlohmann::json lacks;
+  if (world_.rank() == 0) {
+    lacks["step"] = saver_ && !checkpoint::checkpoint_folders(config_.checkpoint.dir).contains(step);
+    lacks["validation"] = std::ranges::any_of(observers_, [&](const auto& o) { return o->lacks_validation(step); });
+  }
+  lacks = checkpoint::gather_json(world_.group(), lacks).front();
+  const bool unsaved = lacks["step"].get<bool>();
+  if (unsaved && last) save(step);
+  if (validating && lacks["validation"].get<bool>()) validate_model(step);
+  if (unsaved && stop_ && !last) save(step);
 }
 
 // A save under way may wait for the very rank that is lost: it must learn of it, or this rank would wait for the save.
@@ -311,10 +332,10 @@ StepResult Trainer::step() {
   const auto timelines = timing ? gather_timelines(world_.group(), stepper_.run().pipeline, times, batch.step) : nullptr;
   report_saves();
   auto extras = extras_of(outcome);
-  if (stepper_.run().loss_scale.enabled()) {
-    extras["loss_scale"] = outcome.loss_scale.value;
-    extras["skipped_steps"] = static_cast<double>(outcome.loss_scale.skipped);
-  }
+  const bool scaling = stepper_.run().loss_scale.enabled();
+  if (scaling) extras["loss_scale"] = outcome.loss_scale.value;
+  // Steps that a run skipped while it scaled are no updates ever after, and the schedule waits for them.
+  if (scaling || outcome.loss_scale.skipped > 0) extras["skipped_steps"] = static_cast<double>(outcome.loss_scale.skipped);
   extras.merge(expert_numbers(outcome.experts));
   extras.merge(flop_rates(config_, outcome.flops, batch.global_valid_tokens, step_s, world_.size()));
   if (const auto reserved = reserved_memory(device_); reserved.current > 0) extras["reserved_bytes"] = static_cast<double>(reserved.current);
@@ -367,12 +388,18 @@ void Trainer::name_hot_experts(const std::vector<ExpertLoad>& loads) {
 
 void Trainer::validate_model(int64_t step) {
   mark_memory("validation");
-  const auto found = evaluate(stepper_.forward_only(), inputs_.validation, config_.data.seq_len, config_.batch.micro_size, mesh_[mesh_roles(config_).batch]);
-  if (world_.rank() == 0 && !std::isfinite(found.loss)) {
+  StopVote vote(world_.group(), stop_signal_);
+  const auto found = evaluate(stepper_.forward_only(), inputs_.validation, config_.data.seq_len, config_.batch.micro_size, mesh_[mesh_roles(config_).batch],
+                              [&] { return vote.stops(); });
+  if (!found) {
+    stop_ = vote.request();
+    return;
+  }
+  if (world_.rank() == 0 && !std::isfinite(found->loss)) {
     log().warn("step {}: the validation loss is not finite: of some text in data.validation_files the model makes no number, whatever its training loss says",
                step);
   }
-  for (auto& o : observers_) o->after_validation({.step = step, .loss = found.loss, .bits_per_byte = found.bits_per_byte});
+  for (auto& o : observers_) o->after_validation({.step = step, .loss = found->loss, .bits_per_byte = found->bits_per_byte});
 }
 
 void Trainer::replay(const ResumePoint& resume) {

@@ -50,8 +50,9 @@ class Trainer {
   /// Hears of the run on rank 0; other ranks drop it.
   void add_observer(std::unique_ptr<Observer> observer);
 
-  /// `signal` is asked after each step whether this rank is to stop: a signal's number, or 0. One rank is enough for all to stop after the same step, save
-  /// (where there is a checkpoint.dir) and return from run(). It need not be set on every rank, nor to the same.
+  /// `signal` is asked after each step, and about once a second of a validation, whether this rank is to stop: a signal's number, or 0. One rank is enough for
+  /// all to stop after the same step, save (where there is a checkpoint.dir) and return from run(). A validation is given up for it, and made by the run that
+  /// goes on (Observer::lacks_validation). It need not be set on every rank, nor to the same.
   void stop_when(std::function<int()> signal) { stop_signal_ = std::move(signal); }
 
   /// Throws what a rank may meet; nothing that was saved is lost then. A checkpoint that cannot be written is said aloud and training goes on: the next may
@@ -62,12 +63,15 @@ class Trainer {
  private:
   RunInfo info() const;
   void train_to_the_end(RunEnd& end);
+  /// What is missing behind the step that this run goes on from: its validation, and in checkpoint.dir the step itself, if no other will be saved there.
+  void make_up_for(int64_t step);
   StepResult step();
   /// Looks at what the steps from now on allocate; a step that is to be reported is taken down.
   void watch_memory(bool reporting);
   std::shared_ptr<const MemoryHistory> end_watch();
   void name_stragglers(const std::vector<RankTimes>& ranks);
   void name_hot_experts(const std::vector<ExpertLoad>& loads);
+  /// Unless ranks are asked to stop meanwhile: then stop_ says so.
   void validate_model(int64_t step);
   /// Compares what a checkpoint recorded with what it gives now that it is loaded.
   void replay(const ResumePoint& resume);
@@ -80,6 +84,7 @@ class Trainer {
   void dump_gradients() const;
   void dump_weights() const;
   bool due(int64_t every, int64_t step) const { return (every > 0 && step % every == 0) || step == config_.run.steps; }
+  bool validates(int64_t step) const { return inputs_.validation && config_.run.validate_every > 0 && due(config_.run.validate_every, step); }
 
   at::Device device_;
   Config config_;
@@ -103,7 +108,7 @@ class Trainer {
   checkpoint::SaveOutcome last_save_;
   int64_t lost_save_ = 0;  ///< the step of the last save, where its replay gives no number; else 0
   std::function<int()> stop_signal_;
-  std::optional<StopRequest> stop_;  ///< what the last step learned
+  std::optional<StopRequest> stop_;  ///< what the last step learned, or the validation behind it
   std::vector<std::unique_ptr<Observer>> observers_;
 };
 

@@ -16,7 +16,7 @@
 
 namespace tessera {
 
-/// Who shares the state of one replica, and, for hybrid sharding, who holds the same part of the other replicas. Together they are the data ranks.
+/// The data ranks: `shard` shares the state of one replica; `replicate`, for hybrid sharding, holds the same part in every replica.
 struct ShardGroups {
   comm::Group shard;
   comm::Group replicate = comm::Group::self();
@@ -32,7 +32,7 @@ struct ZeroOptions {
   int stage = 1;           ///< 1: optimizer state is sharded; 2: and gradients
   BucketSizes sizes = {};  ///< of what is reduced together
   Accumulation accumulation = Accumulation::Sharded;
-  nn::ParameterFilter only = {};                ///< which of the module's parameters; the rest are another's
+  nn::ParameterFilter only = {};                ///< picks parameters of the module; another wrapper has the rest
   bool average = false;                         ///< divide the sum by the number of ranks: for a loss that each rank normalizes by itself
   bool find_unused_parameters = false;          ///< parameters without a gradient contribute zeros; otherwise a step refuses them by name
   ReplicaStart replicas = ReplicaStart::Check;  ///< when the first step begins, so that weights may be loaded before; Broadcast at once
@@ -42,43 +42,20 @@ struct ZeroOptions {
   std::shared_ptr<GradientRelay> relay = {};         ///< takes gradients to the host as they come (HostGradients); an engine's begin_step opens each step
 };
 
-/// ZeRO stages 1 and 2 (arXiv:1910.02054) for any torch::nn::Module, unmodified: every rank holds the whole model and a part of the batch; of optimizer state
-/// (stage 1) and gradients (stage 2) it holds one of n equal parts.
+/// ZeRO stages 1 and 2 (arXiv:1910.02054) for any torch::nn::Module, unmodified: every rank holds the whole model and reads a part of the batch. Of optimizer
+/// state (stage 1) and gradients (stage 2) it holds one of n equal parts.
 ///
 ///   ShardedDataParallel zero(*model, {.shard = world.group()}, {.stage = 2, .average = true});
 ///   auto optimizer = zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::AdamW>(parts); });
-///   for (...) {
-///     optimizer.zero_grad();
-///     loss(model->forward(x), y).backward();      // with accumulation: all passes but the last under `const auto local = zero.no_sync();`
-///     optimizer.step();                           // updates this rank's parts in place, and brings the parts of all ranks together
-///   }
 ///
-/// When backward returns, shards()[i].tensor.grad() is this rank's part of the gradient of the global batch. In place of the parameter's own gradient then
-/// stands a guard (nn/gradient_guard.h): an optimizer over model->parameters(), or libtorch's clip_grad_norm_, throws and says what to write. A pass without a
-/// zero_grad before it adds to the parts. Engines call begin_step, finish and after_update themselves (nn/gradient_synchronizer.h).
-///
-/// Floating-point parameters move into flat buckets (shard_layout.h) and become views of them, row-major, so that updated parts are gathered where they are
-/// used; gradients are reduce-scattered bucket by bucket, in one order on every rank, as soon as backward has a bucket's last gradient. With several replicas
-/// (hybrid sharding) each rank's part is then all-reduced over `replicate`. A parameter's own grad() is defined only until its bucket is reduced.
-///
-///   traffic per step   n ranks, P parameters: reduce-scatter (n-1)/n P, all-gather (n-1)/n P elements sent per rank: as DDP's all-reduce. Stage 2 with
-///                      Accumulation::Sharded sends (m+1)(n-1)/n P for m micro-batches. Hybrid: 2 (r-1)/r P/n more for r replicas. Gradients count half with
-///                      network_dtype
-///   memory per rank    w, g, k bytes a parameter of working weight, gradient, optimizer state: stage 1 w + g + k/n, stage 2 w + (g+k)/n. Beyond that, stage 2
-///                      holds the buckets that are being filled and one that is being reduced (with network_dtype its copy); padding as in shard_layout.h
-///                      Passes under no_sync(), and those that add to a result: whole gradients in stage 2 too, and a copy of the parts
-///   at construction    buffers from rank 0 (ReplicaStart::Broadcast: the parameters, too); when the first step begins as DDP 3 words per rank, and, by
-///                      explicit calls, buffers once more
-///   when complete      with BufferBroadcast::EachStep a broadcast of the buffers; in the plain loop an all-gather of ten words
-///
-/// Parameters that are frozen when this is made lie in buckets of their own, which take no gradients, no reduction and no gather until one of them is unfrozen;
-/// parameters may be frozen and unfrozen between steps, on every rank alike. Tied ones are held once. Weights may be loaded at any time, also by what gives a
-/// parameter another storage (torch::load, set_data, vector_to_parameters): when a step begins, and before an update, the values move into the bucket and the
-/// parameter with them. shards()[i].tensor.grad() lies in memory that the next step uses again: clone what is to be kept. After an exception in a backward
-/// pass, with several wrappers, on a rank whose pass uses nothing of the module, for a pass inside of another, and for parameters that are in two: as
-/// DistributedDataParallel. A group of one data rank shards nothing: shards() are the parameters. Throws
-/// ConfigError for a stage other than 1 and 2, dtypes that do not fit, replicas that differ, a module without trainable parameters, parameters that share
-/// memory. The module must outlive this object and keep its parameters. Not thread-safe: one rank, one thread.
+/// Requires: the same parameters, frozen and unfrozen alike, and the same order of wrappers on every rank. An optimizer that updates shards() element by
+///   element, and after_update behind its step: zero_optimizer sees to both. The module outlives this object. One rank, one thread.
+/// Guarantees: after backward shards()[i].tensor.grad() is this rank's part of the gradient of the global batch, in memory that the next step uses again; the
+///   parameter's own grad() is a guard that throws. After the optimizer's step all ranks have the same parameters, which are views of flat buckets.
+/// Collective when: this is made, a backward pass outside of no_sync() runs, a step is complete, after_update.
+/// Throws ConfigError: another stage, dtypes that do not fit, replicas that differ, no trainable parameter, parameters that share memory.
+/// Memory: stage 1 w + g + k/n, stage 2 w + (g+k)/n bytes a parameter. Traffic: 2 (n-1)/n P elements a rank and step; stage 2 with Accumulation::Sharded
+///   (m+1)(n-1)/n P. A group of one shards nothing. Details: docs/sharding.md. Rare cases: docs/sharding-contract.md.
 class ShardedDataParallel final : public GradientSynchronizer {
  public:
   ShardedDataParallel(torch::nn::Module& module, ShardGroups groups, ZeroOptions options = {});
@@ -98,8 +75,8 @@ class ShardedDataParallel final : public GradientSynchronizer {
   std::vector<int64_t> held_elements(int rank) const override;
   Slice slice_on(int rank, const at::Tensor& updated) const override;
 
-  /// What this rank updates: of each floating-point parameter the part it owns, as a view with its slice set, in the order of registration; a part may be
-  /// empty. It requires a gradient where its parameter does, and has none while that is frozen.
+  /// The part of each floating-point parameter that this rank owns and updates, as a view with its slice set, in the order of registration. A part may be
+  /// empty. It requires a gradient exactly while its parameter does.
   const std::vector<nn::NamedParameter>& shards() const;
 
   /// Empty for one data rank.

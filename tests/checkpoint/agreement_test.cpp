@@ -155,5 +155,15 @@ TEST(ChangedSettings, AreNamedWithBothValues) {
               testing::ElementsAre("optim.lr = 0.25 (was 0.0)", "optim.schedule = cosine (was constant)", "run.threads = 2 (was unset)"));
 }
 
+TEST(ChangedSettings, WhatARunSettlesOnIsNoneWhereTheSameWasAskedFor) {
+  Config saved = example_config(), now = saved;
+  saved.precision.compute = "auto";  // as it is read back
+  now.precision.compute = "bf16";
+  now.asked["precision.compute"] = "auto";
+  EXPECT_THAT(changed_settings(saved, now), testing::IsEmpty());
+  now.asked["precision.compute"] = "bf16";
+  EXPECT_THAT(changed_settings(saved, now), testing::ElementsAre("precision.compute = bf16 (was auto)"));
+}
+
 }  // namespace
 }  // namespace tessera::checkpoint

@@ -21,6 +21,8 @@
 #include "tessera/checkpoint/torch_optimizer.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/cut_parameter.h"
 #include "tests/checkpoint/files.h"
 #include "tests/checkpoint/layouts.h"
 
@@ -47,6 +49,35 @@ TEST(Checkpoint, LoadsInEveryLayoutFromEveryLayout) {
       }
     }
   }
+}
+
+/// Parts that lie in the place of others for a save, and a model that was named as a part of a larger one.
+TEST(Checkpoint, AnAverageThatIsSwappedInIsSavedAsWhatItStandsFor) {
+  const TemporaryFolder folder;
+  fs::path saved;
+  comm::run_ranks(2, [&](comm::World& world) {
+    torch::nn::Sequential net(torch::nn::Linear(3, 4));
+    torch::nn::Module whole("whole");
+    whole.register_module("actor", net.ptr());
+    nn::assign_paths(whole);
+    const at::Tensor weight = net->parameters()[0], bias = net->parameters()[1];
+    nn::cut_parameter(weight, 0, 2 * world.rank(), 2);
+    std::vector<at::Tensor> kept;
+    for (const at::Tensor& parameter : net->parameters()) {
+      kept.push_back(parameter.data());
+      parameter.set_data(at::full(parameter.sizes(), 1.0 + world.rank()));
+    }
+    bias.set_data(at::full({4}, 5.0));
+    const auto written = save(folder.path(), 1, *net, world.group());
+    for (size_t i = 0; i < kept.size(); ++i) net->parameters()[i].set_data(kept[i]);
+    if (world.rank() == 0) saved = written;
+  });
+  torch::nn::Module fresh("fresh");
+  fresh.register_module("actor", torch::nn::Sequential(torch::nn::Linear(3, 4)).ptr());
+  load(saved, fresh);
+  const at::Tensor rows = at::tensor({1.0f, 1.0f, 2.0f, 2.0f}).unsqueeze(1).expand({4, 3});
+  EXPECT_TRUE(at::equal(fresh.named_parameters()["actor.0.weight"], rows));
+  EXPECT_TRUE(at::equal(fresh.named_parameters()["actor.0.bias"], at::full({4}, 5.0f)));
 }
 
 /// As on file systems that cannot exchange two names, where a program that saves one step time and again has nobody who clears up.

@@ -83,6 +83,9 @@ TEST(Record, OfARealRunIsThatOfTheDryOne) {
     const auto dry = std::make_shared<Recorder>();
     call_everything(World::dry(4, rank, dry).group(), at::kMeta);
     EXPECT_EQ(real[rank]->records(), dry->records()) << "rank " << rank;
+    const auto checked = std::make_shared<Recorder>();
+    call_everything(World::dry(4, rank, checked, {.check = true}).group(), at::kMeta);
+    EXPECT_EQ(checked->records(), dry->records()) << "rank " << rank << ", whose notes are no calls";
   }
 }
 
@@ -102,6 +105,10 @@ TEST(Record, ADryRunAllocatesWhatARealOneDoes) {
       [](const Group& group, at::TensorOptions options) { broadcast(group, at::empty({2000}, options)); },
       [](const Group& group, at::TensorOptions options) { gather(group, at::empty({2000}, options), at::empty({20, 50}, options).t()); },
       [](const Group& group, at::TensorOptions options) { scatter(group, at::empty({1000}, options), at::empty({40, 50}, options).t()); },
+      [](const Group& group, at::TensorOptions options) {
+        const at::Tensor moved = at::empty({3000}, options);  // two parts and a piece of one, where messages are checked
+        group.rank() == 0 ? send(group, moved, 1) : recv(group, moved, 0);
+      },
   };
   const auto peak = [](const Group& group, const auto& call, at::Device device) {
     MemoryTracker tracker;
@@ -110,10 +117,14 @@ TEST(Record, ADryRunAllocatesWhatARealOneDoes) {
     return std::pair(tracker.peak(), tracker.at_peak(MemoryCategory::Comm));
   };
   for (size_t i = 0; i < calls.size(); ++i) {
-    run_ranks(2, [&](World& world) {
-      const auto dry = World::dry(2, world.rank(), std::make_shared<Recorder>());
-      EXPECT_EQ(peak(world.group(), calls[i], at::kCPU), peak(dry.group(), calls[i], at::kMeta)) << "call " << i << ", rank " << world.rank();
-    });
+    for (const bool check : {false, true}) {
+      const auto body = [&](World& world) {
+        const auto dry = World::dry(2, world.rank(), std::make_shared<Recorder>(), {.check = check});
+        EXPECT_EQ(peak(world.group(), calls[i], at::kCPU), peak(dry.group(), calls[i], at::kMeta))
+            << "call " << i << ", rank " << world.rank() << (check ? ", checked" : "");
+      };
+      run_ranks(2, body, {.check = check});
+    }
   }
 }
 

@@ -21,6 +21,12 @@ TEST(Text, ReadsPlainAndCompressed) {
     EXPECT_EQ(read_text(folder.write("text.dz", gzip(text, true))), text);
     EXPECT_EQ(read_text(folder.write("members.gz", gzip(text) + gzip("") + gzip(text, true))), text + text);
   }
+  // Whoever writes whole blocks (a tape, a device) pads the last one.
+  for (const size_t zeros : {1, 511, 200000}) {
+    const std::string padding(zeros, '\0'), text = words(300);
+    EXPECT_EQ(read_text(folder.write("padded.gz", gzip(text) + gzip(text) + padding)), text + text) << zeros;
+    EXPECT_EQ(read_text(folder.write("nothing.gz", gzip("") + padding)), "") << zeros;
+  }
   EXPECT_EQ(read_text(folder.write("empty.txt", "")), "");
   EXPECT_EQ(read_text(folder.write("empty.gz", gzip(""))), "");
 }
@@ -131,6 +137,13 @@ TEST(Text, RefusesDamageWithFileAndOffset) {
   flipped[flipped.size() - 6] ^= 1;  // in the checksum
   EXPECT_THAT(refusal([&] { read_text(folder.write("flipped.gz", flipped)); }), HasSubstr("flipped.gz: damaged at offset"));
   EXPECT_THAT(refusal([&] { read_text(folder.write("tail.gz", packed + "rubbish")); }), HasSubstr("tail.gz: damaged at offset"));
+  for (const size_t zeros : {1, 100000}) {  // what is behind them, in this block or a later one, would be left out
+    for (const std::string& more : {std::string("rubbish"), gzip("more"), std::string(5, '\0') + "\1"}) {
+      const size_t begin = more.find_first_not_of('\0');
+      EXPECT_THAT(refusal([&] { read_text(folder.write("tail.gz", packed + std::string(zeros, '\0') + more)); }),
+                  HasSubstr("tail.gz: damaged at offset " + std::to_string(packed.size() + zeros + begin)));
+    }
+  }
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "tessera/core/attachment.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/data_parallel/power_sgd.h"
+#include "tessera/data_parallel/tree_reduction.h"
 
 namespace tessera {
 namespace {
@@ -420,6 +421,64 @@ TEST(Ddp, KeepsTheStridesOfItsParameters) {
     ddp.finish();
     EXPECT_EQ(weight.grad().strides(), weight.strides());
     EXPECT_TRUE(at::equal(weight.grad(), 2 * x));
+  });
+}
+
+struct OneWeight : torch::nn::Module {
+  explicit OneWeight(bool channels_last) {
+    const at::Tensor values = at::arange(24, at::kFloat).view({2, 3, 2, 2}) / 24;
+    weight = register_parameter("weight", channels_last ? values.contiguous(at::MemoryFormat::ChannelsLast) : values);
+  }
+  at::Tensor weight;
+};
+
+at::Tensor numbers_of(int rank) { return at::arange(24, at::kFloat).view({2, 3, 2, 2}) * (rank + 1); }
+
+/// As where rank 0 alone has loaded a file with strides of its own.
+TEST(Ddp, SumsElementsOfParametersThatLieOtherwiseOnEachRank) {
+  for (const auto start : {ReplicaStart::Check, ReplicaStart::Broadcast}) {
+    run_ranks(2, [&](World& world) {
+      const int rank = world.rank();
+      OneWeight net(/*channels_last=*/rank == 0);
+      DistributedDataParallel ddp(net, world.group(), {.replicas = start});
+      for (int step = 0; step < 2; ++step) {
+        net.zero_grad();
+        (net.weight * numbers_of(rank)).sum().backward();
+        EXPECT_TRUE(at::equal(net.weight.grad(), numbers_of(0) + numbers_of(1))) << step;
+      }
+    });
+    run_ranks(2, [&](World& world) {
+      const int rank = world.rank();
+      OneWeight net(/*channels_last=*/rank == 0);
+      TreeReduction tree(net, world.group(), {.num_micro_batches = 2, .replicas = start});
+      (net.weight * numbers_of(rank)).sum().backward();
+      EXPECT_TRUE(at::equal(net.weight.grad(), numbers_of(0) + numbers_of(1)));
+    });
+    run_ranks(2, [&](World& world) {  // its matrices go by how gradients lie
+      const int rank = world.rank();
+      OneWeight net(/*channels_last=*/rank == 0);
+      const auto hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 2, .start = 0, .min_compression = 0});
+      DistributedDataParallel ddp(net, world.group(), {.replicas = start, .hook = hook});
+      (net.weight * numbers_of(rank)).sum().backward();
+      EXPECT_TRUE(at::allclose(net.weight.grad(), numbers_of(0) + numbers_of(1), 1e-4, 1e-4)) << "rank 2 holds all of two rows";
+    });
+  }
+}
+
+/// Within a run one rank keeps an old gradient, so that its bucket is laid anew there alone.
+TEST(Ddp, SumsElementsOfParametersThatWereGivenOtherStrides) {
+  run_ranks(2, [&](World& world) {
+    const int rank = world.rank();
+    OneWeight net(/*channels_last=*/false);
+    DistributedDataParallel ddp(net, world.group());
+    at::Tensor kept;
+    for (int step = 0; step < 3; ++step) {
+      if (rank == 1) kept = net.weight.grad();
+      net.zero_grad();
+      (net.weight * numbers_of(rank)).sum().backward();
+      EXPECT_TRUE(at::equal(net.weight.grad(), numbers_of(0) + numbers_of(1))) << step;
+      net.weight.set_data(net.weight.detach().contiguous(at::MemoryFormat::ChannelsLast));
+    }
   });
 }
 

@@ -111,6 +111,34 @@ TEST(ExpertParallel, EqualsWholeExpertsOnEachRanksTokens) {
   expect_as_whole(sizes(8), {3, 3, 3, 3, 3, 3, 3, 3});
 }
 
+/// Who dealt them, and which part this rank has, stays with a parameter that is given other data.
+TEST(ExpertParallel, KnowsItsPartsBehindACastAndAnAverage) {
+  run_ranks(2, [&](World& world) {
+    MixtureFeedForward mixture = on_meta_mixture(sizes(6));
+    const auto parallel = expert_parallel(*mixture, world.group());
+    draw(mixture);
+    const auto parameters = mixture->named_parameters();
+    std::map<std::string, Slice> parts;
+    for (const auto& parameter : parameters) parts[parameter.key()] = nn::slice_of(parameter.value());
+    const auto expect_known = [&](const std::string& when) {
+      for (const auto& parameter : parameters) {
+        EXPECT_EQ(nn::slice_of(parameter.value()), parts.at(parameter.key())) << parameter.key() << when;
+        EXPECT_EQ(nn::dealt_of(parameter.value()).size(), parameter.key().starts_with("experts.") ? 1u : 0u) << parameter.key() << when;
+      }
+    };
+    mixture->to(at::kDouble);
+    expect_known(" in another dtype");
+    mixture->to(at::kFloat);
+    for (const auto& parameter : parameters) parameter.value().set_data(parameter.value().detach() * 0.5);
+    expect_known(" of an average");
+    (void)passes(mixture, numbers(5, world.rank()));
+    const at::Tensor w1 = parameters["experts.w1"];
+    w1.set_data(at::ones({2 * w1.size(0), w1.size(1)}));
+    EXPECT_THAT(refusal([&] { (void)mixture(numbers(5, world.rank())); }),
+                AllOf(HasSubstr("expert_parallel: '"), HasSubstr(".w1'"), HasSubstr("was given data of another shape")));
+  });
+}
+
 TEST(ExpertParallel, TakesRanksWithoutTokensAndOneExpertForAll) {
   expect_as_whole(sizes(4), {0, 5});
   expect_as_whole(sizes(4), {0, 0, 3, 0});

@@ -16,6 +16,7 @@
 
 #include "support.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/nn/attach.h"
 #include "tessera/nn/gradient_dispatcher.h"
 
 namespace tessera {
@@ -220,6 +221,46 @@ TEST(FullyShardLoop, ARefusalWhereAForwardBeginsEndsIt) {
       EXPECT_LT(slice_difference(*net, expected, /*values=*/true), 10 * parity);
     });
   }
+}
+
+/// As many rows as ranks: without gradients, one row beside them is what an optimizer takes beside its slice, too.
+struct Prototypes : torch::nn::Module {
+  explicit Prototypes(int64_t rows) { weight = register_parameter("weight", at::arange(3 * rows, at::kFloat).view({rows, 3})); }
+  at::Tensor forward(const at::Tensor& z) {
+    at::Tensor out = at::matmul(z, weight.t());
+    const at::NoGradGuard no_grad;
+    distance = expands ? weight - z.expand(weight.sizes()) : weight - (beside.defined() ? beside : z);
+    return out;
+  }
+  at::Tensor weight, distance, beside;
+  bool expands = false;
+};
+
+TEST(FullyShardLoop, WithinAForwardOneRowIsNoSliceOfAsManyRowsAsRanks) {
+  for (const int64_t rows : {2, 3}) {  // on three rows one rank sees its slice's shape, and the other does not
+    run_ranks(2, [&](World& world) {
+      const auto net = std::make_shared<Prototypes>(rows);
+      auto sharded = fully_shard(*net, world.group(), {.replicas = ReplicaStart::Broadcast});
+      const at::Tensor z = at::ones({1, 3});
+      EXPECT_THAT(refusal([&] { (void)net->forward(z); }), AllOf(HasSubstr("'weight' of shape"), HasSubstr("beside a tensor of shape [1, 3]")));
+      net->beside = at::ones({(rows + 1 - world.rank()) / 2, 3});  // this rank's slice: where its rows don't fit the whole the others' do
+      EXPECT_THAT(refusal([&] { (void)net->forward(z); }), HasSubstr("nobody can tell"));
+      net->expands = true;
+      net->forward(z).sum().backward();
+      EXPECT_TRUE(at::equal(net->distance, at::arange(3 * rows, at::kFloat).view({rows, 3}) - 1));
+    });
+  }
+}
+
+/// A parameter that grows between its naming and its wrapping: a rank's slice may have the shape that the whole had.
+TEST(FullyShardLoop, ASliceOfTheShapeThatTheWholeHadIsASlice) {
+  run_ranks(2, [](World& world) {
+    const auto net = std::make_shared<Prototypes>(2);
+    nn::assign_paths(*net);
+    net->weight.set_data(at::arange(12, at::kFloat).view({4, 3}));
+    auto sharded = fully_shard(*net, world.group());
+    EXPECT_EQ(nn::slice_of(net->weight), Slice::along("weight", {4, 3}, 0, 2 * world.rank(), 2));
+  });
 }
 
 TEST(FullyShardLoop, WhatIsNeitherTheWholeNorTheSliceIsRefusedByName) {

@@ -423,6 +423,22 @@ TEST(OnMetaModules, APlainCopyOfAParameterIsOne) {
   }
 }
 
+TEST(OnMetaModules, WhatHasTheShapeOfAParameterIsNoCopyOfIt) {
+  struct Alike : torch::nn::Module {
+    Alike() {
+      const at::NoGradGuard no_grad;
+      a = register_parameter("a", at::rand({6, 8}));
+      filled = register_parameter("filled", at::full_like(a, 0.5));
+      drawn = register_parameter("drawn", at::rand_like(a, at::kFloat));
+    }
+    at::Tensor a, filled, drawn;
+  };
+  auto model = on_meta([] { return std::make_shared<Alike>(); });
+  materialize(*model, 3, testing_support::test_device());
+  EXPECT_TRUE(at::equal(model->filled, at::full_like(model->a, 0.5)));
+  EXPECT_FALSE(at::equal(model->drawn, model->a));
+}
+
 TEST(OnMetaModules, WhatIsNeverFilledIsRefusedByName) {
   const auto refusal = [](auto&& make) -> std::string {
     auto module = on_meta(make);

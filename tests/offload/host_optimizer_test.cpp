@@ -292,6 +292,41 @@ TEST(HostOptimizer, ADelayedUpdateIsThatOfTheGradientOfOneStepBefore) {
   EXPECT_EQ(next, pair.cpu.size());
 }
 
+/// An update that is under way began with what the weights were before.
+TEST(HostOptimizer, WhatIsWrittenBesideADelayedUpdateIsRefused) {
+  Pair pair;
+  HostOptimizer away(pair.device, pair.device.front().tensor.device(), building("adamw"), HostOptimizer::kPieceBytes, /*delayed=*/true);
+  const auto plain = optim::make_optimizer(config_of("adamw"), pair.cpu);
+  const auto step = [&](int number) {
+    pair.draw(2 + number);
+    away.step(1e-2);
+  };
+  {  // before the first step nothing is under way
+    const at::NoGradGuard no_grad;
+    for (auto* all : {&pair.device, &pair.cpu}) at::Tensor(all->at(4).tensor).clamp_(-0.01, 0.01);
+  }
+  step(0);
+  plain->step(1e-2);
+  step(1);
+  pair.expect_equal();
+  const at::Tensor weight = pair.device[4].tensor, kept = weight.detach().clone();
+  {  // written, and what was there comes back: an optimizer of slices sees such
+    const at::NoGradGuard no_grad;
+    at::Tensor(weight).zero_();
+    at::Tensor(weight).copy_(kept);
+  }
+  step(2);
+  for (const bool in_place : {true, false}) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor before = weight.detach().clone();
+    in_place ? (void)at::Tensor(weight).clamp_(-0.001, 0.001) : weight.set_data(at::zeros_like(before));
+    EXPECT_THAT(testing_support::refusal([&] { step(3); }),
+                ::testing::AllOf(::testing::HasSubstr("'" + pair.device[4].name + "' was written since the last step"), ::testing::HasSubstr("delayed")));
+    weight.copy_(before);
+    step(3);
+  }
+}
+
 /// Frozen with an update on its way, saved, and taken up by another optimizer: it is shown when that steps, as it would have been.
 TEST(HostOptimizer, ADelayedUpdateOfWhatWasFrozenSinceIsSaved) {
   Pair whole, resumed;
@@ -331,6 +366,43 @@ TEST(HostOptimizer, ADelayedUpdateOfWhatWasFrozenSinceIsSaved) {
   steps(resumed, *after, 2);
   EXPECT_FALSE(at::equal(whole.device[0].tensor, at_save)) << "the update of the last step before it was frozen";
   for (size_t i = 0; i < whole.device.size(); ++i) EXPECT_TRUE(at::equal(whole.device[i].tensor, resumed.device[i].tensor)) << i;
+}
+
+/// Before the first step, or of what had no gradient in the last one: there is no update on its way, and a save has what the parameter is by now.
+TEST(HostOptimizer, WhatIsWrittenWhereNoUpdateIsUnderWayIsSaved) {
+  Pair pair;
+  HostOptimizer away(pair.device, pair.device.front().tensor.device(), building("adamw"), HostOptimizer::kPieceBytes, /*delayed=*/true);
+  const auto write = [&](size_t index) {
+    const at::NoGradGuard no_grad;
+    at::Tensor(pair.device[index].tensor).fill_(0.25);
+  };
+  const auto expect_saved = [&](size_t index) {
+    for (const auto& state : {away.state(), away.state_to_save()}) {
+      const auto next = std::ranges::find_if(
+          state, [&](const optim::StateTensor& held) { return held.state == optim::kNextState && held.parameter == pair.device[index].name; });
+      ASSERT_NE(next, state.end());
+      EXPECT_TRUE(at::equal(next->tensor, pair.device[index].tensor.detach().to(at::kCPU))) << index;
+    }
+  };
+  write(4);
+  expect_saved(4);
+  pair.draw(0);
+  away.step(1e-2);
+  pair.draw(1);  // without a gradient of the fourth
+  away.step(1e-2);
+  write(3);
+  expect_saved(3);
+  // Taken up in the midst of a run: what is loaded one update ahead is shown, whatever was on its way.
+  away.hold_state(away.update_counts());
+  for (const auto& held : away.state()) {
+    const at::NoGradGuard no_grad;
+    if (held.state == optim::kNextState && held.parameter == pair.device[3].name) at::Tensor(held.tensor).fill_(0.5);
+  }
+  away.set_update_counts(away.update_counts());
+  away.follow_all_but({pair.device[3].name});
+  pair.draw(1);
+  away.step(1e-2);
+  EXPECT_TRUE(pair.device[3].tensor.eq(0.5).all().item<bool>());
 }
 
 TEST(HostOptimizer, WhatIsSkippedIsAsItWas) {

@@ -1,9 +1,15 @@
 #include "tessera/optim/clip_grad_norm.h"
 
+#include <cmath>
+
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <torch/nn/utils/clip_grad.h>
 
+#include "tessera/comm/testing.h"
+#include "tessera/comm/world.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/cut_parameter.h"
 #include "tessera/nn/sharing.h"
 #include "tests/nn/net.h"
 
@@ -33,6 +39,19 @@ TEST(ClipGradNorm, CountsTiedParametersOnceAndSkipsThoseWithoutAGradient) {
   (tied * 3).sum().backward();
   EXPECT_NEAR(clip_grad_norm(module, 3.0).item<double>(), 6.0, 1e-9);
   EXPECT_TRUE(at::allclose(tied.grad(), at::full({4}, 1.5)));
+}
+
+TEST(ClipGradNorm, CountsPartsThatWereGivenOtherData) {
+  comm::run_ranks(2, [](comm::World& world) {
+    torch::nn::Module module("Experts");
+    const at::Tensor part = module.register_parameter("w1", at::ones({4, 3}));
+    nn::assign_paths(module);
+    nn::cut_parameter(part, 0, 2 * world.rank(), 2);
+    nn::note_dealt(part, {.group = world.group(), .first = world.rank(), .by = "a test"});
+    module.to(at::kDouble);
+    part.mutable_grad() = at::full({2, 3}, 1.0 + world.rank(), at::kDouble);
+    EXPECT_NEAR(clip_grad_norm(module, 100.0).item<double>(), std::sqrt(6 * 1 + 6 * 4), 1e-6);
+  });
 }
 
 TEST(ClipGradNorm, RefusesWhatItDoesNotSee) {

@@ -20,7 +20,7 @@ size_t count(const std::string& text, const std::string& part) {
   return times;
 }
 
-// The pictures of docs/pipeline.md: what the generators make, four ranks, F = B = W.
+// The pictures of docs/pipeline-schedules.md: what the generators make, four ranks, F = B = W.
 TEST(SchedulePicture, ThePageShowsWhatTheGeneratorsMake) {
   for (const auto& known : known_schedules()) {
     auto request = testing_support::request_of(known.name, 4, 8);
@@ -31,16 +31,16 @@ TEST(SchedulePicture, ThePageShowsWhatTheGeneratorsMake) {
     const auto schedule = make_schedule(request);
     const bool unequal = request.costs.backward_weight != request.costs.forward;
     const auto title = fmt::format("{}: 4 ranks, {} micro-batches{}", known.name, request.micro_batches, unequal ? ", F = B = 2 W" : "");
-    testing_support::expect_picture_in_docs("pipeline-" + known.name + ".svg", svg_of({{title, schedule, simulate(schedule, request.costs)}}), "pipeline.md");
+    testing_support::expect_picture_in_docs("pipeline-" + known.name + ".svg", svg_of({{title, schedule, simulate(schedule, request.costs)}}), "pipeline-schedules.md");
   }
 }
 
 // So is its table, which `tessera schedule --list` prints too.
 TEST(SchedulePicture, ThePageHasTheTableOfTheList) {
-  const auto page = testing_support::text_of_docs("pipeline.md");
+  const auto page = testing_support::text_of_docs("pipeline-schedules.md");
   for (const auto& known : known_schedules()) {
     const auto row = fmt::format("| `{}` | {} | {} | {} | {} |", known.name, known.what, known.domain, known.bubble, known.peak);
-    EXPECT_NE(page.find(row), std::string::npos) << "docs/pipeline.md lacks\n" << row;
+    EXPECT_NE(page.find(row), std::string::npos) << "docs/pipeline-schedules.md lacks\n" << row;
   }
 }
 

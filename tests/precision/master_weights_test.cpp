@@ -176,6 +176,27 @@ TEST(MasterWeights, UpdateInOnePassOnTheHost) {
   }
 }
 
+/// Weights on both sides are updated in several passes, which follow nothing by themselves.
+TEST(MasterWeights, FollowWritesToTheHostsWeightsBesideADevices) {
+  const at::NoGradGuard no_grad;  // parameters are written to
+  auto weights = make_parameters({{8}, {8}}, at::kBFloat16);
+  weights[1].tensor = weights[1].tensor.detach().to(at::kCPU).requires_grad_(true);
+  nn::set_slice(weights[1].tensor, Slice::whole("p1", {8}));
+  const auto masters = make_optimizer(config_of("adamw"), policy(at::kBFloat16), 0, weights);
+  const auto step = [&] {
+    for (const auto& weight : weights) at::Tensor(weight.tensor).mutable_grad() = at::zeros_like(weight.tensor);
+    masters->step(1e-3);
+  };
+  step();
+  std::vector<at::Tensor> written;
+  for (const auto& weight : weights) {
+    at::Tensor(weight.tensor).add_(2);
+    written.push_back(weight.tensor.detach().clone());
+  }
+  step();
+  for (size_t i = 0; i < weights.size(); ++i) EXPECT_LT((weights[i].tensor - written[i]).abs().max().item<double>(), 0.1) << i;
+}
+
 TEST(MasterWeights, GathersUpdatesThatSixteenBitsWouldRoundAway) {
   const at::NoGradGuard no_grad;  // parameters are written to
   OptimConfig config = config_of("sgd");

@@ -4,12 +4,16 @@
 #include <torch/nn/modules/container/modulelist.h>
 
 #include "tessera/core/error.h"
+#include "tessera/kernels/choice.h"
 #include "tessera/kernels/fp8.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/attention.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/operators.h"
+#include "tessera/nn/router.h"
+#include "tessera/nn/sample_scope.h"
 #include "tessera/recompute/recompute.h"
 
 namespace tessera {
@@ -190,6 +194,74 @@ TEST(Selective, RefusesAnOutputThatIsChangedInPlace) {
     FAIL();
   } catch (const ConfigError& e) {
     EXPECT_THAT(e.what(), HasSubstr("recompute 'layers.0': the output of aten::mm is changed in place"));
+  }
+}
+
+/// Whose rows, and whose router's choice and sums, are made in the first pass alone.
+struct BesideImpl : nn::Module {
+  BesideImpl() : router(nn::RouterOptions{.dim = 8, .experts = 5, .per_token = 2}) {
+    register_module("router", router);
+    register_module("dropout", dropout);
+    router->set_losses({.balance = 0.5, .z = 0.25});
+    nn::assign_paths(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto [weights, chosen] = router(x.flatten(0, 1));
+    router->count_dropped(chosen, chosen.reshape({-1}).bincount({}, 5).clamp_max(3));
+    return dropout(x.add(1)).mul(weights.sum(-1).mul(2).to(at::kDouble).view({2, 3, 1})).exp();
+  }
+  nn::Router router;
+  nn::Dropout dropout{0.3};
+};
+TESSERA_MODULE(Beside);
+
+TEST(Selective, KeepsNothingThatIsNotCalledAgain) {
+  for (const kernels::KernelChoices& choice : {kernels::KernelChoices{}, kernels::KernelChoices(kernels::KernelChoice::Reference)}) {
+    const kernels::KernelChoiceGuard chosen(choice);
+    std::vector<at::Tensor> plain;
+    for (const std::vector<std::string>& keep :
+         std::vector<std::vector<std::string>>{{}, {"add"}, {"mul"}, {"_to_copy"}, {"sum", "stack"}, {"tessera::choose_experts", "sort", "topk", "mul"}}) {
+      Beside module;
+      {
+        const at::NoGradGuard no_grad;
+        module->router->weight.copy_(at::sin(at::arange(40, at::kFloat)).view({5, 8}));
+      }
+      Attachment again;
+      if (!keep.empty()) again = recompute(module, {.modules = "", .mode = RecomputeMode::Selective, .keep = keep});
+      const nn::SampleScope scope({.seed = 3, .step = 1, .valid_tokens = 6});
+      const at::Tensor x = at::cos(at::arange(48, at::kFloat)).view({2, 3, 8}).requires_grad_();
+      module(x).sum().backward();
+      const std::vector<at::Tensor> found{x.grad(), module->router->weight.grad(), module->router->statistics()};
+      if (plain.empty()) plain = found;
+      for (size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(at::equal(found[i], plain[i])) << i << " with " << ::testing::PrintToString(keep);
+    }
+  }
+}
+
+/// Adds to other rows each time, of which backward needs none.
+struct ChangingImpl : nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor part = x.narrow(0, 0, ++calls_).add(x.narrow(0, 0, 1));
+    return x.add(x).exp().sum() + part.sum();
+  }
+
+ private:
+  int64_t calls_ = 0;
+};
+TESSERA_MODULE(Changing);
+
+TEST(Selective, RefusesAnotherCallInThePlaceOfTheFirst) {
+  Changing module;
+  module->set_path("layers.0");
+  const auto again = recompute(module, {.modules = "", .mode = RecomputeMode::Selective, .keep = {"add"}});
+  try {
+    module(at::eye(3).requires_grad_()).backward();
+    FAIL();
+  } catch (const ConfigError& e) {
+    EXPECT_THAT(e.what(),
+                HasSubstr("recompute 'layers.0': computed again, it calls aten::add of Float [2, 3], Float [1, 3] where the first forward pass called "
+                          "aten::add of Float [1, 3], Float [1, 3]"));
+    EXPECT_THAT(e.what(), HasSubstr("aten::add out of recompute.keep"));
   }
 }
 

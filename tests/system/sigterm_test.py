@@ -145,6 +145,18 @@ class Sigterm(SystemTest):
         stderr, _ = self.end(process, 1)
         self.assertIn("interrupted by SIGTERM (terminated)", stderr.splitlines()[-1])
 
+    def test_a_validation_that_outlasts_the_grace_time_is_given_up(self):
+        held_out = self.folder / "long.txt"
+        held_out.write_text((self.folder / "held_out.txt").read_text() * 1000)
+        process, log = self.start(2, f"checkpoint.dir={self.folder / 'ckpt'}", "run.validate_every=1", f'data.validation_files=["{held_out}"]', until=1)
+        time.sleep(1)
+        os.kill(self.ranks(process)[1], signal.SIGTERM)
+        stderr, took = self.end(process, 0)
+        self.assertLess(took, 5, "longer than the grace time")
+        self.assertRegex(stderr, rf"stopped after step 1 in .*: rank 1 got SIGTERM; saved to {self.folder / 'ckpt'}")
+        self.assertEqual(self.newest(), 1)
+        self.assertEqual((log / "validation.jsonl").read_text(), "")
+
     def test_every_process_of_the_job_at_once(self):
         process, log = self.start(2, f"checkpoint.dir={self.folder / 'ckpt'}")
         for pid in (*children(process.pid), process.pid):  # as a service manager's stop does; the launcher tells its ranks once more

@@ -3,9 +3,11 @@
 #include <torch/nn/modules/container/modulelist.h>
 
 #include "support.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/along.h"
 #include "tessera/nn/sharing.h"
 #include "tests/nn/net.h"
 #include "tests/refusal.h"
@@ -226,18 +228,78 @@ TEST(TensorParallel, AModuleOfTheUserThatIsCalledDirectlyIsNamed) {
   });
 }
 
-/// libtorch gives the parameters other data, which says nothing of the whole that they are parts of.
-TEST(TensorParallel, AnotherDtypeAfterTheCutIsRefusedAtTheNextForward) {
+/// libtorch gives the parameters other data, which says nothing of the whole that they are parts of: the parameters know it themselves.
+TEST(TensorParallel, AnotherDtypeAfterTheCutKeepsThePartsAndAnotherShapeIsRefused) {
   run_ranks(2, [](World& world) {
-    for (const bool norms_alone : {false, true}) {
-      TokenNet net = on_meta([] { return TokenNet(); });
-      const auto tensor = parallelize_module(net, world.group(), token_net_plan(/*sequence=*/true));
-      materialize(net, 7, testing_support::test_device());
-      const Sample batch = sample(3, 8, 29);
-      net(batch.tokens, batch.labels);
-      norms_alone ? net->norm->to(at::kDouble) : net->to(at::kDouble);
-      const std::string part = norms_alone ? "'norm.weight'" : "'embed.weight'";
-      EXPECT_THAT(testing_support::refusal([&] { net(batch.tokens, batch.labels); }), AllOf(HasSubstr(part), HasSubstr("precision::apply")));
+    TokenNet net = on_meta([] { return TokenNet(); });
+    const auto tensor = parallelize_module(net, world.group(), token_net_plan(/*sequence=*/true));
+    materialize(net, 7, testing_support::test_device());
+    const Sample batch = sample(3, 8, 29);
+    net->eval();  // no dropout
+    const double loss = net(batch.tokens, batch.labels).item<double>();
+    const Slice part = nn::slice_of(net->embed->weight);
+    net->to(at::kBFloat16);
+    EXPECT_NEAR(net(batch.tokens, batch.labels).item<double>(), loss, 0.02 * loss);
+    EXPECT_EQ(nn::slice_of(net->embed->weight), part);
+    net->norm->weight.set_data(at::ones({3}, net->norm->weight.options().requires_grad(false)));
+    EXPECT_THAT(testing_support::refusal([&] { net(batch.tokens, batch.labels); }), AllOf(HasSubstr("'norm.weight'"), HasSubstr("data of another shape")));
+  });
+}
+
+struct EvenImpl : nn::Module {
+  EvenImpl() {
+    register_module("up", up);
+    register_module("down", down);
+  }
+  at::Tensor forward(const at::Tensor& x) { return down(up(x)); }
+  nn::Linear up{4, 6}, down{6, 4};
+};
+TESSERA_MODULE(Even);
+
+/// Ranks that all hold one rank's parts would compute another model, and nothing of its shapes says so.
+TEST(TensorParallel, OneRanksPartsOnAllRanksAreRefused) {
+  run_ranks(2, [&](World& world) {
+    Even net;
+    const auto tensor = parallelize_module(*net, world.group(), {{"up", ColumnParallel{}}, {"down", RowParallel{}}}, {.replicas = ReplicaStart::Broadcast});
+    const at::Tensor x = at::ones({2, 4});
+    const auto pass = [&] { net(x).sum().backward(); };
+    std::vector<at::Tensor> own, first;
+    for (const at::Tensor& parameter : net->parameters()) {
+      own.push_back(parameter.detach().clone());
+      const at::Tensor whole = at::empty({2 * parameter.numel()}, parameter.options().requires_grad(false));
+      comm::all_gather(world.group(), whole, parameter.detach().reshape({-1}).contiguous());
+      first.push_back(whole.narrow(0, 0, parameter.numel()).view(parameter.sizes()).clone());
+    }
+    const auto give = [&](const std::vector<at::Tensor>& values) {
+      size_t i = 0;
+      for (const at::Tensor& parameter : net->parameters()) parameter.set_data(values[i++].clone());
+    };
+    give(first);
+    pass();
+    EXPECT_THAT(testing_support::refusal(pass), AllOf(HasSubstr("'up.weight' was given the same values on every rank"), HasSubstr("checkpoint::load")));
+    give(own);
+    for (int step = 0; step < 8; ++step) pass();
+  });
+}
+
+/// A model that grows between its naming and its cut: a rank's part may have the shape that the whole had.
+TEST(TensorParallel, APartOfTheShapeThatTheWholeHadIsAPart) {
+  run_ranks(2, [&](World& world) {
+    const auto user = std::make_shared<int>();
+    for (const bool used : {false, true}) {
+      torch::nn::ModuleList grown(nn::Embedding(5, 3));
+      const at::Tensor of_grown = grown->parameters().front();
+      nn::assign_paths(*grown);
+      if (used) nn::add_user(of_grown, user);  // more is known of it than its name
+      of_grown.set_data(at::arange(30, at::kFloat).view({10, 3}));
+      nn::assign_paths(*grown);
+      of_grown.set_data(of_grown.detach().clone());
+      if (!used) EXPECT_EQ(nn::slice_of(of_grown).name, "0.weight");
+      const auto tensor = parallelize_module(*grown, world.group(), {{"0", VocabParallelEmbedding{}}}, {.replicas = ReplicaStart::Trust});
+      EXPECT_EQ(nn::slice_of(of_grown), Slice::along("0.weight", {10, 3}, 0, 5 * world.rank(), 5)) << used;
+      EXPECT_EQ(of_grown[0][0].item<double>(), 15 * world.rank());
+      grown->to(at::kDouble);
+      EXPECT_EQ(nn::slice_of(of_grown), Slice::along("0.weight", {10, 3}, 0, 5 * world.rank(), 5)) << used;
     }
   });
 }

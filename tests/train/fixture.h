@@ -118,7 +118,7 @@ class TrainFixture : public ::testing::Test {
       }
       if (first || sharded) weights.add_values(stepper.run().updated);
     };
-    comm::run_ranks(world, body, {.decorators = decorators_, .backend = config.comm.backend, .algorithm = config.comm.algorithm});
+    comm::run_ranks(world, body, {.decorators = decorators_, .backend = config.comm.backend, .algorithm = config.comm.algorithm, .check = config.comm.check});
     trace.gradients = gradients.whole();
     trace.weights = weights.whole();
     return trace;

@@ -2,6 +2,8 @@
 #include <cstdlib>
 #include <limits>
 #include <set>
+#include <utility>
+#include <vector>
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -101,6 +103,25 @@ TEST(MetricsFile, ResumedRunKeepsWhatCameBefore) {
   }
   EXPECT_EQ(slurp(folder / "metrics.jsonl"), "");
   EXPECT_EQ(slurp(folder / "validation.jsonl"), "");
+}
+
+TEST(MetricsFile, KnowsWhetherTheStepBeforeWasValidated) {
+  Folder folder;
+  {
+    MetricsFile metrics;
+    metrics.on_start({.log_dir = folder.path()});
+    for (int64_t k = 1; k <= 6; ++k) metrics.after_step(step(k));
+    metrics.after_validation({.step = 2, .loss = 1, .bits_per_byte = 1});
+  }
+  for (const auto& [first, lacks] : std::vector<std::pair<int64_t, bool>>{{8, false}, {7, true}, {5, true}, {3, false}}) {  // of step 7 there is no record
+    MetricsFile metrics;
+    metrics.on_start({.log_dir = folder.path(), .first_step = first});
+    EXPECT_EQ(metrics.lacks_validation(first - 1), lacks) << first;
+  }
+  Folder empty;
+  MetricsFile metrics;
+  metrics.on_start({.log_dir = empty.path(), .first_step = 3});
+  EXPECT_FALSE(metrics.lacks_validation(2));
 }
 
 TEST(MetricsFile, ANamedPipeIsRefusedRatherThanWaitedFor) {

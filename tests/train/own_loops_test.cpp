@@ -1,5 +1,5 @@
-/// The code of docs/optimizers.md, offload.md, precision.md and lora.md, compiled and run: what stands between `//: page: name` and `//:` here is what that page
-/// shows. Each trains on several ranks what one rank trains alone.
+/// The code of docs/optimizers.md, offload.md, precision.md and lora.md, compiled and run: what stands between `//: page: name` and `//:` here is what that
+/// page shows. Each trains on several ranks what one rank trains alone.
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -643,19 +643,27 @@ TEST(OwnLoops, AdaptersAreNotAttachedAgainBehindAWrapper) {
   });
 }
 
-/// How adapters lie along a weight goes with their dtype; cut by guess, ranks would part.
-TEST(OwnLoops, AdaptersThatWereCastAreNotCut) {
+/// How adapters lie along a weight stays with them in another dtype, and goes with another shape: cut by guess, ranks would part.
+TEST(OwnLoops, AdaptersThatWereCastAreCutAndThoseOfAnotherShapeAreNot) {
   run_ranks(2, [](World& world) {
-    tessera::nn::Linear linear(8, 8);
-    const auto net = std::make_shared<torch::nn::Module>("net");
-    net->register_module("layer", linear);
-    const auto adapted = tessera::lora::attach(*net, {.modules = {"layer"}});
-    net->to(at::kBFloat16);
-    EXPECT_THAT(tessera::testing_support::refusal([&] {
-                  (void)tessera::parallelize_module(*net, world.group(), {{"layer", tessera::ColumnParallel{}}},
-                                                    {.replicas = tessera::ReplicaStart::Broadcast});
-                }),
-                ::testing::HasSubstr("'layer.lora_a' does not know how it lies along its weight any more"));
+    for (const bool cast : {true, false}) {
+      tessera::nn::Linear linear(8, 8);
+      const auto net = std::make_shared<torch::nn::Module>("net");
+      net->register_module("layer", linear);
+      const auto adapted = tessera::lora::attach(*net, {.modules = {"layer"}});
+      const auto cut = [&] {
+        return tessera::parallelize_module(*net, world.group(), {{"layer", tessera::ColumnParallel{}}}, {.replicas = tessera::ReplicaStart::Broadcast});
+      };
+      if (cast) {
+        net->to(at::kBFloat16);
+        const auto parallel = cut();
+        EXPECT_EQ(net->named_parameters()["layer.lora_b"].size(0), 4);
+        EXPECT_EQ(net->named_parameters()["layer.lora_a"].size(1), 8);
+      } else {
+        net->named_parameters()["layer.lora_a"].set_data(at::ones({3, 8}));
+        EXPECT_THAT(tessera::testing_support::refusal([&] { (void)cut(); }), ::testing::HasSubstr("'layer.lora_a' does not know how it lies along its weight"));
+      }
+    }
   });
 }
 

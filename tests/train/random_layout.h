@@ -16,6 +16,15 @@ namespace tessera::testing_support {
 struct RandomLayout {
   std::string family;
   std::vector<std::string> sets;
+  std::vector<size_t> further{};  ///< sizes of `sets` before each of the subjects that were drawn on top, which may not fit to the rest
+
+  /// Itself, and then without one after the other of those subjects, the last first: the first that is lawful is the one to try.
+  std::vector<RandomLayout> ever_less() const {
+    std::vector<RandomLayout> all{*this};
+    for (auto size = further.rbegin(); size != further.rend(); ++size)
+      all.push_back({family, {sets.begin(), sets.begin() + static_cast<std::ptrdiff_t>(*size)}});
+    return all;
+  }
 
   std::string text() const {
     std::string text = family;
@@ -32,7 +41,7 @@ struct RandomLayout {
 /// Draws a layout, setting by setting. What does not fit together is refused, and drawn again; what follows of what is drawn early keeps that rare.
 class LayoutDice : private Dice {
  public:
-  LayoutDice(uint64_t seed, std::string lines) : Dice(seed * 7919 + 5), lines_(std::move(lines)) {}
+  LayoutDice(uint64_t seed, std::string lines) : Dice(seed * 7919 + 5), more_(seed * 104729 + 11), lines_(std::move(lines)) {}
 
   RandomLayout draw() {
     draw_mesh();
@@ -47,7 +56,8 @@ class LayoutDice : private Dice {
     draw_rest();
     draw_offload();  // behind what was there before, so that what a seed draws besides is what it was
     draw_window();
-    return {.family = family_, .sets = std::move(sets_)};
+    draw_more();
+    return {.family = family_, .sets = std::move(sets_), .further = std::move(further_)};
   }
 
  private:
@@ -281,9 +291,79 @@ class LayoutDice : private Dice {
     set("offload.dir", std::filesystem::temp_directory_path().string());
   }
 
+  /// With dice of their own, on what the others have left open: a seed still draws all that it drew before there were these.
+  void draw_more() {
+    for (const auto subject : {&LayoutDice::draw_kept, &LayoutDice::draw_adapters, &LayoutDice::draw_groups, &LayoutDice::draw_places}) {
+      const size_t before = sets_.size();
+      (this->*subject)();
+      if (sets_.size() > before) further_.push_back(before);
+    }
+  }
+
+  bool has(const std::string& text) const {
+    return std::ranges::any_of(sets_, [&](const std::string& set) { return set.find(text) != std::string::npos; });
+  }
+
+  /// Operators that are everywhere, in a pass and beside it; segments; and every third block.
+  void draw_kept() {
+    if (has("recompute.mode") || !more_.once_in(3)) return;
+    const int form = more_.below(4);
+    set("recompute.mode", form < 2 ? "full" : "selective");
+    if (form == 0 && stage_ < 3) return set("recompute.segment", 2 + more_.below(2));
+    if (form < 2) return set("recompute.every", 3);
+    std::string kept;
+    for (const char* name : {"add", "mul", "_to_copy", "tessera::swiglu", "mm"}) {
+      if (more_.once_in(2)) kept += (kept.empty() ? "\"" : ", \"") + std::string(name) + "\"";
+    }
+    // In 16 bits those of a block take up the stream, in place, and are refused.
+    if (kept.find("_to_copy") != std::string::npos) set("recompute.modules", "layers.*.feed_forward");
+    set("recompute.keep", "[" + (kept.empty() ? "\"mul\"" : kept) + "]");
+  }
+
+  void draw_adapters() {
+    if (!more_.once_in(6)) return;
+    const bool attention = family_ == "mixtral" || more_.once_in(2);
+    const std::string modules = family_ == "mlp" ? "layers.*" : attention ? "layers.*.attention.*" : "layers.*.attention.w*,layers.*.feed_forward.*";
+    set("lora.modules", modules);
+    set("lora.rank", 1 + more_.below(4));
+    if (more_.once_in(2)) set("lora.dropout", "0.3");
+    if (more_.once_in(3)) set("lora.trained", "[\"norm.weight\"]");
+    if (!more_.once_in(3)) return;
+    set("quantize.modules", modules);
+    set("quantize.format", more_.one_of({"nf4", "int8"}));
+    set("quantize.block", more_.one_of({16, 17, 64}));
+  }
+
+  void draw_groups() {
+    if (has("optim.groups") || !more_.once_in(5)) return;
+    const std::string name = more_.one_of({"muon", "adafactor", "adam8bit", "lion", "adamw"});
+    set("optim.groups", "[\"" + std::string(more_.one_of({"layers.*", "layers.0", "*norm*", "embed_tokens"})) + ": name = " + name + ", lr = 0.001\"]");
+  }
+
+  void draw_places() {
+    const char* const in_two = layers_ > 1 ? R"({ "layers.0" = "disk", "layers.1" = "host" })" : R"({ "layers.0" = "disk" })";
+    if (!has("offload.optimizer") && more_.once_in(3)) {
+      const bool whole = !has("muon") && !has("adafactor") && !has("adam8bit") && !has("loss_scale") && more_.once_in(2);
+      set("offload.optimizer", whole ? more_.one_of({"host", "disk"}) : in_two);
+      if (whole) {
+        set("offload.delayed_update", "true");
+      } else if (more_.once_in(2)) {
+        set("offload.fraction", "0.5");
+      } else if (more_.once_in(2)) {
+        set("offload.update", "device");
+      }
+    }
+    if (!has("offload.activations") && more_.once_in(5)) {
+      set("offload.activations", in_two);
+      set("offload.min_bytes", 256);
+    }
+  }
+
+  Dice more_;
   const std::string lines_;
   std::string family_;
   std::vector<std::string> sets_;
+  std::vector<size_t> further_;
   int replicate_ = 1, shard_ = 1, pp_ = 1, cp_ = 1, tp_ = 1, stage_ = 0, chunks_ = 1, layers_ = 1, ffn_ = 8, micro_batches_ = 1;
 };
 

@@ -74,6 +74,19 @@ TEST_F(RecomputeRun, HasTheSameBitsInEveryForm) {
   expect_same_bits("gpt2", few({"model.dropout=0.1"}), 2, forms);
 }
 
+/// Beside a pass run operators like its own that are not computed again: rows of masks, a router's sums, gathers, choices by plain operators.
+TEST_F(RecomputeRun, HasTheSameBitsWithOperatorsThatAreEverywhere) {
+  const std::vector<Sets> forms = {{kSelective, "recompute.keep=[\"add\"]"}, {kSelective, "recompute.keep=[\"mul\", \"_to_copy\"]"}};
+  expect_same_bits("llama", few({"model.dropout=0.1"}), 1, forms);
+  expect_same_bits("llama", few({"lora.modules=layers.*.attention.*", "lora.dropout=0.2"}), 1, forms);
+  expect_same_bits("mixtral", few({"model.dropout=0.1", "moe.capacity_factor=1"}), 1, forms);
+  expect_same_bits("mixtral", few({"run.kernels=reference"}), 1, forms);
+  const Sets of_casts{kSelective, "recompute.modules=layers.*.feed_forward", "recompute.keep=[\"_to_copy\"]"};
+  for (const char* resharded : {"zero.reshard_after_forward=true", "zero.reshard_after_forward=false"}) {  // gathers cast
+    expect_same_bits("llama", few({"zero.stage=3", "zero.wrap=layers.*.*.*", "precision.compute=bf16", resharded}), 2, {of_casts});
+  }
+}
+
 TEST_F(RecomputeRun, HasTheSameBitsWithTheDeterministicTreeTiedWeightsAndReferenceKernels) {
   expect_same_bits("llama", few({"run.deterministic=true"}), 2);
   expect_same_bits("gpt2", few({"model.tie_embeddings=true"}), 2);

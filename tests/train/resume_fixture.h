@@ -11,8 +11,8 @@
 #include "tessera/core/error.h"
 #include "tessera/train/replay.h"
 #include "tessera/train/trainer.h"
-#include "tests/train/fixture.h"
 #include "tests/test_device.h"
+#include "tests/train/fixture.h"
 
 namespace tessera::testing_support {
 
@@ -69,7 +69,7 @@ class ResumeFixture : public TrainFixture {
       trainer.add_observer(std::make_unique<Listener>(steps));
       trainer.run();
     };
-    comm::run_ranks(layout.ranks, body, {.backend = config.comm.backend, .algorithm = config.comm.algorithm});
+    comm::run_ranks(layout.ranks, body, {.backend = config.comm.backend, .algorithm = config.comm.algorithm, .check = config.comm.check});
     return steps;
   }
 

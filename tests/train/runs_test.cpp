@@ -227,6 +227,38 @@ TEST_F(Runs, ARestartPassesOverAnotherJobsThatWentOnFromTheNamedOne) {
   EXPECT_EQ(first_step(), 6);
 }
 
+/// By another machine, which is a change that somebody has to be told, and none that was asked for.
+TEST_F(Runs, AFormatThatFollowsTheMachineIsAChangeWhereItBecameAnother) {
+  ResumePoint point{.folder = "saved", .manifest = {}};
+  const auto progress_of = [&](const std::string& asked, const char* became) {
+    auto progress = progress_json(settings(ddp2_, {"precision.compute=" + asked}), {}, {}, {}, 2);
+    if (became != nullptr) progress["replay"] = {{"arithmetic", {{"precision", {{"compute", became}}}}}};
+    return progress;
+  };
+  Config here = settings(ddp2_, {"precision.compute=auto"});
+  here.asked["precision.compute"] = std::exchange(here.precision.compute, "bf16");
+  const std::vector<std::pair<nlohmann::json, std::string>> saved{{progress_of("auto", "bf16"), ""},
+                                                                  {progress_of("auto", nullptr), ""},
+                                                                  {progress_of("bf16", "bf16"), ""},
+                                                                  {progress_of("auto", "fp32"), "precision.compute = bf16 (was fp32)"},
+                                                                  {progress_of("fp32", nullptr), "precision.compute = bf16 (was fp32)"}};
+  for (const auto& [progress, change] : saved) {
+    point.manifest.progress = progress;
+    SCOPED_TRACE(progress.dump());
+    const auto said = changes_since(point, here);
+    EXPECT_EQ(said.size(), change.empty() ? 0 : 1);
+    if (!said.empty()) EXPECT_THAT(said.front(), HasSubstr(change));
+  }
+  point.manifest.progress = progress_of("auto", "bf16");
+  EXPECT_THAT(changes_since(point, settings(ddp2_, {"precision.compute=auto"})), IsEmpty()) << "of a caller who does not know it yet";
+}
+
+/// What the whole run says.
+TEST_F(Runs, GoingOnWithAFormatThatFollowsTheMachineSaysNothing) {
+  run_into("a", 2, {"precision.compute=auto"});
+  EXPECT_THAT(run_into("a", 4, {"precision.compute=auto", "checkpoint.resume=latest"}), Not(HasSubstr("other settings")));
+}
+
 TEST_F(Runs, WhatNobodyCanReadIsSetAsideWhereLatestStartsAfresh) {
   run_into("a", 2, {});
   std::filesystem::remove(at("a", 2) + "/manifest.json");
@@ -297,6 +329,43 @@ TEST_F(Runs, ALastStepThatWasSkippedIsSaid) {
   };
   EXPECT_THAT(run_into("a", 1, with_scale("1e30")), HasSubstr("step 1, the last, was skipped"));
   EXPECT_THAT(run_into("b", 1, with_scale("16")), Not(HasSubstr("was skipped")));
+}
+
+/// Of which the schedule knows ever after, also where nothing is scaled any more.
+TEST_F(Runs, StepsThatWereSkippedAreCountedWithoutALossScale) {
+  run_into("a", 2, {"precision.compute=fp16", "precision.loss_scale=1e30"});
+  const Sets plain{"checkpoint.resume=latest", "optim.warmup_steps=4"};
+  EXPECT_THAT(run_into("a", 4, plain), HasSubstr("precision.loss_scale = none (was 1e30): 2 of the 2 steps before were skipped, and the learning rate "
+                                                 "waits for them: step 3 is update 1"));
+  const auto check = [&](int64_t first) {
+    ASSERT_EQ(first_step(), first);
+    for (const StepResult& step : steps_) {
+      ASSERT_TRUE(step.extras.contains("skipped_steps")) << step.step;
+      EXPECT_EQ(step.extras.at("skipped_steps"), 2);
+      EXPECT_FALSE(step.extras.contains("loss_scale"));
+      EXPECT_NEAR(step.lr, 1e-2 * static_cast<double>(step.step - 2) / 4, 1e-12) << step.step;
+    }
+  };
+  check(3);
+  EXPECT_THAT(run_into("a", 6, plain), Not(HasSubstr("were skipped"))) << "this has been said";
+  check(5);
+  run_into("b", 2, {});
+  EXPECT_FALSE(steps_.back().extras.contains("skipped_steps"));
+}
+
+/// Its folder is where whoever comes next looks.
+TEST_F(Runs, AStepThatIsTheLastAlreadyIsSavedWhereItIsNot) {
+  run_into("a", 4, {});
+  run_into("b", 4, {"checkpoint.resume=" + at("a", 4)});
+  EXPECT_THAT(steps_, IsEmpty());
+  EXPECT_THAT(steps_in("b"), ElementsAre(4));
+  expect_same_bits(stored(at("b", 4)), stored(at("a", 4)));
+  const auto written = [&] { return std::filesystem::last_write_time(at("b", 4) + "/manifest.json"); };
+  const auto before = written();
+  run_into("b", 4, {"checkpoint.resume=latest"});
+  EXPECT_EQ(written(), before) << "once";
+  for (const char* dir : {"a", "b"}) run_into(dir, 6, {"checkpoint.resume=latest"});
+  expect_same_bits(stored(at("b", 6)), stored(at("a", 6)));
 }
 
 TEST_F(Runs, GroupsMayChangeTheirRatesAndNotTheirOptimizer) {
@@ -417,6 +486,13 @@ TEST_F(Runs, TheRateThatBendsIsThatOfTheNextUpdate) {
   point.manifest.progress["loss_scale"] = {{"skipped", 2}};
   EXPECT_THAT(changes_since(point, with_steps(20)), ElementsAre(HasSubstr("bends: " + rates(3))));
   ASSERT_NE(rates(3), rates(5));
+
+  // What other settings do is theirs: the remark says what run.steps alone changes.
+  Config faster = with_steps(20);
+  faster.optim.lr = 0.4;
+  const auto of_faster = [&](int64_t steps) { return format_float(optim::LearningRate(faster.optim, steps).at(3)); };
+  EXPECT_THAT(changes_since(point, faster), ElementsAre(HasSubstr("optim.lr = 0.4 (was 0.1)"),
+                                                        HasSubstr("bends: " + of_faster(20) + " in step 5, where it would have been " + of_faster(10))));
 
   // Through the warm-up they are the same, and in the step behind it, and nothing bends where the last rate is the first.
   const auto warmed = [&](int64_t steps, const std::string& least) {

@@ -88,7 +88,7 @@ std::pair<Weights, std::vector<double>> split_on_one_process() {
   return {weights, norms};
 }
 
-/// As docs/pipeline.md has it.
+/// As docs/pipeline-modules.md has it.
 pipeline::Around tell(GradientSynchronizer& wrapper, int micro_batches) {
   return [&wrapper, micro_batches](const schedules::Action& action, const std::function<void()>& body) {
     using schedules::Kind;

@@ -5,6 +5,7 @@
 
 #include "tessera/comm/decorators/inject.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/train/observers/metrics_file.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -35,7 +36,7 @@ class Listener : public Observer {
 
 class TrainerTest : public testing_support::TrainFixture {
  protected:
-  /// Trains ranks as threads. `stop` is asked by each rank after each step, with the number of times it has been asked.
+  /// Trains ranks as threads. `stop` is asked by each rank after each step and in validations, with the number of times it has been asked.
   Heard run(const Config& config, int world, const std::function<int(int rank, int asked)>& stop = {}, const std::string& faults = "") {
     Heard heard;
     std::vector<std::shared_ptr<comm::Decorator>> injected;
@@ -48,6 +49,7 @@ class TrainerTest : public testing_support::TrainFixture {
                       validate(config, ranks.size());
                       Trainer trainer(config, ranks, open_inputs(config));
                       trainer.add_observer(std::make_unique<Listener>(heard));
+                      if (keeps_records_) trainer.add_observer(std::make_unique<MetricsFile>());
                       if (stop) trainer.stop_when([&, rank = ranks.rank(), asked = 0]() mutable { return stop(rank, ++asked); });
                       trainer.run();
                     },
@@ -64,7 +66,115 @@ class TrainerTest : public testing_support::TrainFixture {
   }
 
   std::string saved() const { return "checkpoint.dir=" + (folder_ / "saved").string(); }
+
+  bool keeps_records_ = false;
 };
+
+/// Runs whose validations take many rounds and are kept in validation.jsonl.
+class ValidatedRuns : public TrainerTest {
+ protected:
+  void SetUp() override {
+    TrainerTest::SetUp();
+    std::ofstream(folder_ / "held.txt") << std::string(2000, 'x');
+    keeps_records_ = true;
+  }
+
+  Config settings(const std::string& logs, std::vector<std::string> sets) const {
+    std::filesystem::create_directories(folder_ / logs);
+    sets.insert(sets.end(), {"data.validation_files=[\"" + (folder_ / "held.txt").string() + "\"]", "log.dir=" + (folder_ / logs).string(), "run.steps=4"});
+    if (std::ranges::none_of(sets, [](const std::string& set) { return set.starts_with("run.validate_every"); })) sets.emplace_back("run.validate_every=2");
+    return config("llama", sets);
+  }
+  std::string validations(const std::string& logs) const {
+    std::ifstream in(folder_ / logs / "validation.jsonl");
+    return {std::istreambuf_iterator<char>(in), {}};
+  }
+
+  /// A run that is asked to stop when a rank's `asked` is that of `stop`, and one that goes on from there: together they are `whole`.
+  void expect_stops_and_goes_on(int world, const std::vector<std::string>& sets, const std::function<int(int rank, int asked)>& stop, int64_t stopped_after,
+                                size_t validated) {
+    for (const char* used : {"saved", "whole", "parts"}) std::filesystem::remove_all(folder_ / used);
+    const auto with = [&](std::vector<std::string> more) {
+      more.insert(more.end(), sets.begin(), sets.end());
+      return more;
+    };
+    const Heard whole = run(settings("whole", with({})), world);
+    const Heard part = run(settings("parts", with({saved()})), world, stop);
+    EXPECT_EQ(part.validations.size(), validated);
+    EXPECT_EQ(part.end.step, stopped_after);
+    EXPECT_FALSE(part.end.finished);
+    EXPECT_THAT(part.end.reason, HasSubstr("got SIGTERM; saved to " + (folder_ / "saved").string()));
+    EXPECT_EQ(checkpoints().back(), "step-0000000" + std::to_string(stopped_after));
+    const std::string before = validations("parts"), all = validations("whole");
+    EXPECT_TRUE(all.starts_with(before) && before.size() < all.size()) << before << "of\n" << all;
+
+    const Heard rest = run(settings("parts", with({saved(), "checkpoint.resume=latest"})), world);
+    EXPECT_TRUE(rest.end.finished);
+    EXPECT_EQ(validations("parts"), all);
+    ASSERT_EQ(part.steps.size() + rest.steps.size(), whole.steps.size());
+    for (size_t i = 0; i < rest.steps.size(); ++i) EXPECT_EQ(rest.steps[i].loss, whole.steps[part.steps.size() + i].loss);
+  }
+};
+
+TEST_F(ValidatedRuns, AWishDuringAValidationIsHeardInIt) {
+  // After steps 1 and 2, before the first round, and before the second of the 63, 32, 21 or 8 that they take.
+  for (const auto& [world, sets] :
+       std::vector<std::pair<int, std::vector<std::string>>>{{1, {}}, {2, {"zero.stage=3"}}, {3, {"checkpoint.async=true"}}, {2, {"mesh.pp=2"}}}) {
+    SCOPED_TRACE(world);
+    expect_stops_and_goes_on(world, sets, [last = world - 1](int rank, int asked) { return rank == last && asked >= 4 ? SIGTERM : 0; }, 2, 0);
+  }
+}
+
+TEST_F(ValidatedRuns, WhoStopsValidatesNoMore) {
+  expect_stops_and_goes_on(2, {}, [](int, int asked) { return asked == 2 ? SIGTERM : 0; }, 2, 0);
+}
+
+TEST_F(ValidatedRuns, AWishDuringTheLastStepLeavesItsValidationToWhoGoesOn) {
+  expect_stops_and_goes_on(2, {"run.validate_every=10"}, [](int, int asked) { return asked == 4 ? SIGTERM : 0; }, 4, 0);
+}
+
+/// A validation that is made up for can be stopped, too, by a run that has not saved anything where it is to.
+TEST_F(ValidatedRuns, AWishBeforeTheFirstStepOfARunThatGoesOnIsHeard) {
+  run(settings("parts", {saved()}), 2, [](int, int asked) { return asked == 2 ? SIGTERM : 0; });
+  const auto from = "checkpoint.resume=" + (folder_ / "saved" / "step-00000002").string(), into = "checkpoint.dir=" + (folder_ / "other").string();
+  const Heard heard = run(settings("parts", {into, from}), 2, [](int rank, int asked) { return rank == 1 && asked == 2 ? SIGTERM : 0; });
+  EXPECT_THAT(heard.steps, IsEmpty());
+  EXPECT_EQ(heard.end.reason, "rank 1 got SIGTERM; saved to " + (folder_ / "other").string());
+  EXPECT_TRUE(std::filesystem::exists(folder_ / "other" / "step-00000002"));
+  EXPECT_EQ(validations("parts"), "");
+}
+
+/// Nor does a folder without records have anything to complete.
+TEST_F(ValidatedRuns, WhatIsThereIsNotValidatedTwice) {
+  run(settings("parts", {saved(), "checkpoint.every=2"}), 1);
+  const std::string all = validations("parts"), from = "checkpoint.resume=" + (folder_ / "saved" / "step-00000002").string();
+  const Heard again = run(settings("parts", {from}), 1), elsewhere = run(settings("others", {from}), 1);
+  EXPECT_EQ(again.validations.size(), 1);
+  EXPECT_EQ(elsewhere.validations.size(), 1);
+  EXPECT_EQ(validations("parts"), all);
+}
+
+/// Whoever ends the process in a validation leaves a checkpoint of the step before it.
+TEST_F(ValidatedRuns, AStepIsSavedBeforeItIsValidated) {
+  class Look : public Observer {
+   public:
+    Look(std::filesystem::path saved, int& found) : saved_(std::move(saved)), found_(found) {}
+    void after_validation(const ValidationResult& result) override {
+      found_ += std::filesystem::exists(saved_ / ("step-0000000" + std::to_string(result.step))) ? 1 : 0;
+    }
+
+   private:
+    std::filesystem::path saved_;
+    int& found_;
+  };
+  int found = 0;
+  const Config config = settings("parts", {saved(), "checkpoint.every=2"});
+  comm::World world = comm::World::alone();
+  Trainer trainer(config, world, open_inputs(config));
+  trainer.add_observer(std::make_unique<Look>(folder_ / "saved", found));
+  trainer.run();
+  EXPECT_EQ(found, 2);
+}
 
 TEST_F(TrainerTest, OneRankIsEnoughToStopAllAfterTheSameStep) {
   for (const int world : {1, 2, 3}) {

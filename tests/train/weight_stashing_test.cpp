@@ -242,6 +242,24 @@ TEST_F(Asynchronous, TiedEmbeddingsWhereMessagesMeetByTheirOrderAlone) {
 
 TEST_F(Asynchronous, SixteenBitProducts) { expect_lists("llama", 2, {"precision.compute=bf16", "optim.name=sgd", "optim.momentum=0.5"}); }
 
+/// What a paged optimizer updates stands for the parameters, which have a memory and a counter of writes for each version.
+TEST_F(Asynchronous, StateThatComesToItsParametersUpdatesTheNewestVersion) {
+  const std::vector<Sets> optimizers{
+      {"optim.name=lion"}, {"optim.name=adafactor"}, {"optim.name=adam8bit"}, {"precision.params=bf16"}, {"precision.params=bf16", "optim.name=lion"},
+      {"optim.name=adamw"}};
+  for (const StaleRule& rule : stale_rules()) {
+    for (const Sets& optimizer : optimizers) {
+      SCOPED_TRACE(rule.name + ", " + optimizer.front());
+      Sets sets{"mesh.pp=2"};
+      for (const Sets& more : {rule.sets, optimizer}) sets.insert(sets.end(), more.begin(), more.end());
+      const Trace want = train(piped("llama", sets), 2);
+      sets.insert(sets.end(), {"offload.optimizer=host", "offload.update=device"});
+      const Trace got = train(piped("llama", sets), 2);
+      for (const auto& [name, value] : want.weights) EXPECT_TRUE(at::equal(got.weights.at(name), value)) << name;
+    }
+  }
+}
+
 TEST_F(Asynchronous, LargerGroupsOfPipeDream2BW) {
   StaleRule rule = stale_rules()[2];
   rule.version = [](int, int, int, int b) { return std::max(0, b / 4 - 1); };

@@ -56,7 +56,7 @@ class RecordEngine : public DecoratedEngine {
       : DecoratedEngine(group, std::move(inner)), recorder_(std::move(recorder)), scratch_bytes_(std::move(scratch_bytes)) {}
 
   Work start(const Call& call) override {
-    recorder_->add(event_of(call, group()));
+    if (recorder_) recorder_->add(event_of(call, group()));
     if (inner()) return inner()->start(call);
     const int64_t bytes = scratch_bytes_ ? scratch_bytes_(call, group()) : 0;
     return completed_work(bytes == 0 ? at::Tensor() : at::empty({bytes}, call.outputs[0].options().dtype(at::kByte)));

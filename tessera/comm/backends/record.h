@@ -40,8 +40,8 @@ class Recorder {
 /// Logs each call and hands it on to `inner`.
 std::shared_ptr<Engine> make_record_engine(std::shared_ptr<Recorder> recorder, const GroupInfo& group, std::shared_ptr<Engine> inner);
 
-/// Logs each call and computes nothing: outputs keep their bits, and all is done at once, on meta and CPU tensors alike. While a call lasts it holds as
-/// much memory as `scratch_bytes` says that a real world would; without it, none.
+/// Logs each call, unless `recorder` is null, and computes nothing: outputs keep their bits, and all is done at once, on meta and CPU tensors alike. While a
+/// call lasts it holds as much memory as `scratch_bytes` says that a real world would; without it, none.
 using ScratchBytes = std::function<int64_t(const Call& call, const GroupInfo& group)>;
 std::shared_ptr<Engine> make_dry_engine(std::shared_ptr<Recorder> recorder, const GroupInfo& group, ScratchBytes scratch_bytes = {});
 

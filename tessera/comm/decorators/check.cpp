@@ -106,7 +106,7 @@ class Frames {
 class CheckEngine : public DecoratedEngine {
  public:
   CheckEngine(const GroupInfo& group, std::shared_ptr<Engine> inner)
-      : DecoratedEngine(group, std::move(inner)), device_(name() == "nccl" ? at::kCUDA : at::kCPU) {}
+      : DecoratedEngine(group, std::move(inner)), device_(name() == "nccl" ? at::kCUDA : at::kCPU), dry_(!moves_data()) {}
 
   Work start(const Call& call) override {
     if (call.op == Operation::Send) return send_message(call);
@@ -118,16 +118,23 @@ class CheckEngine : public DecoratedEngine {
   }
 
  private:
-  // `ours`, and everybody's.
+  // What travels beside a call, where the engine takes its tensors. In a dry run, where nothing does, as much memory where the call's are.
+  at::Tensor travelling(const void* data, size_t bytes, const Call& call) const {
+    const auto size = static_cast<int64_t>(bytes);
+    if (dry_) return at::empty({size}, at::device(call.tensor().defined() ? call.tensor().device() : at::Device(at::kMeta)).dtype(at::kByte));
+    const auto tensor = at::empty({size}, at::device(at::kCPU).dtype(at::kByte));
+    std::memcpy(tensor.mutable_data_ptr(), data, bytes);
+    return tensor.to(device_);
+  }
+
+  // `ours`, and everybody's. Of a dry run nothing, where there is nobody else.
   template <class T>
-  std::vector<T> exchange(const std::vector<T>& ours) {
-    const auto bytes = static_cast<int64_t>(ours.size() * sizeof(T));
-    auto in = at::empty({bytes}, at::device(at::kCPU).dtype(at::kByte));
-    std::memcpy(in.mutable_data_ptr(), ours.data(), bytes);
-    in = in.to(device_);
-    auto out = at::empty({bytes * group().size}, in.options());
+  std::vector<T> exchange(const std::vector<T>& ours, const Call& call) {
+    const auto in = travelling(ours.data(), ours.size() * sizeof(T), call);
+    auto out = at::empty({in.numel() * group().size}, in.options());
     const bool done = inner()->start({.op = Operation::AllGather, .inputs = {in}, .outputs = {out}, .async = false})->wait();
     if (!done) throw std::runtime_error("aborted while comparing what the ranks ask for");
+    if (dry_) return {};
     out = out.cpu();
     std::vector<T> all(ours.size() * group().size);
     std::memcpy(all.data(), out.const_data_ptr(), out.nbytes());
@@ -135,7 +142,8 @@ class CheckEngine : public DecoratedEngine {
   }
 
   void compare_notes(const Call& call) {
-    const auto notes = exchange<Note>({make_note(agreed_of(call, group()))});
+    const auto notes = exchange<Note>({make_note(agreed_of(call, group()))}, call);
+    if (notes.empty()) return;
     std::vector<Side> sides;
     for (int member = 0; member < group().size; ++member) {
       auto side = std::find_if(sides.begin(), sides.end(), [&](const Side& s) { return s.hash == notes[member].hash; });
@@ -150,7 +158,8 @@ class CheckEngine : public DecoratedEngine {
     auto ours = splits_of(call.inputs[0], call.in_splits, n);
     const auto from = splits_of(call.outputs[0], call.out_splits, n);
     ours.insert(ours.end(), from.begin(), from.end());
-    const auto all = exchange(ours);
+    const auto all = exchange(ours, call);
+    if (all.empty()) return;
     for (int source = 0; source < n; ++source) {
       for (int target = 0; target < n; ++target) {
         const auto sent = all[source * 2 * n + target], expected = all[target * 2 * n + n + source];
@@ -162,16 +171,11 @@ class CheckEngine : public DecoratedEngine {
     }
   }
 
-  at::Tensor note_tensor(const Note& note) const {
-    const auto tensor = at::empty({sizeof(Note)}, at::device(at::kCPU).dtype(at::kByte));
-    std::memcpy(tensor.mutable_data_ptr(), &note, sizeof(Note));
-    return tensor.to(device_);
-  }
-
   Work send_message(const Call& call) {
     const Frames frames(call.inputs[0]);
     frames.pack();
-    std::vector<at::Tensor> parts{note_tensor(make_note(tensor_text(call.tensor().sizes(), call.dtype())))};
+    const auto note = make_note(tensor_text(call.tensor().sizes(), call.dtype()));
+    std::vector<at::Tensor> parts{travelling(&note, sizeof(Note), call)};
     parts.insert(parts.end(), frames.all().begin(), frames.all().end());
     std::vector<WorkStage> stages;
     for (const auto& part : parts) {
@@ -185,7 +189,8 @@ class CheckEngine : public DecoratedEngine {
   Work receive_message(const Call& call) {
     const Frames frames(call.outputs[0]);
     const auto mine = make_note(tensor_text(call.tensor().sizes(), call.dtype()));
-    const auto theirs = note_tensor(Note{});
+    const Note unknown;
+    const auto theirs = travelling(&unknown, sizeof(Note), call);
     const auto receive = [&](const at::Tensor& into) {
       auto message = call;
       message.outputs = {into};
@@ -199,13 +204,15 @@ class CheckEngine : public DecoratedEngine {
       throw CommError(
           fmt::format("message of {} with tag {}: rank {} sends {}; rank {} expects {}", name, tag, source, note.text.data(), target, mine.text.data()));
     };
-    std::vector<WorkStage> stages{{.work = receive(theirs), .after = compare}};
+    const auto unpack = [frames] { frames.unpack(); };
+    std::vector<WorkStage> stages{{.work = receive(theirs), .after = dry_ ? std::function<void()>([theirs] {}) : compare}};
     for (const auto& frame : frames.all()) stages.push_back({.work = receive(frame)});
-    stages.push_back({.work = completed_work(), .after = [frames] { frames.unpack(); }});
+    stages.push_back({.work = completed_work(), .after = dry_ ? std::function<void()>([frames] {}) : unpack});
     return staged_work(std::move(stages));
   }
 
   at::Device device_;  ///< where the engine takes its tensors
+  bool dry_;           ///< nothing travels
   int64_t calls_ = 0;  ///< collectives so far
 };
 

@@ -17,7 +17,8 @@ namespace tessera::comm {
 ///
 /// Cost: an all_gather of 256 bytes per rank before each collective (all_to_all: another of 16 n bytes per rank), waited for at once even where the call is
 /// asynchronous: no rank goes on before all have started. A message travels in 1 + max(1, log4(bytes / 1 KiB), bytes / 4 MiB) parts, the last one padded to
-/// at most four times its bytes. A program whose ranks start collectives of two groups in different orders works without the check and times out with it.
+/// at most four times its bytes. A dry world takes the memory of all that and compares nothing. A program whose ranks start collectives of two groups in
+/// different orders works without the check and times out with it.
 Decorator checking();
 
 }  // namespace tessera::comm

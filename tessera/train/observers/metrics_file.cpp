@@ -1,5 +1,6 @@
 #include "tessera/train/observers/metrics_file.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -26,6 +27,7 @@ struct Records {
   std::string kept;     ///< the lines that tell of the run's own steps
   int64_t others = 0;   ///< lines that tell of later ones
   int64_t unknown = 0;  ///< lines that are no records, but for a last one that was cut
+  int64_t last = 0;     ///< the latest step of what is kept
   bool first = true;    ///< what is kept is what the file begins with, as it stands there
 };
 
@@ -49,6 +51,7 @@ Records read_records(const std::filesystem::path& file, int64_t own_steps) {
     if (known && !keeps) ++records.others;
     if (keeps) records.first &= !left_out && !in.eof();
     if (keeps) records.kept += line + '\n';
+    if (keeps) records.last = std::max(records.last, step->get<int64_t>());
     left_out |= !keeps;
   }
   require(!in.bad(), named(file), ": cannot be read to its end: ", std::strerror(errno), way_out);  // to the loop an error is an end
@@ -91,8 +94,9 @@ Json by_name(const MemoryByCategory& bytes) {
   return object;
 }
 
-/// Opens `file` for appending behind the lines it keeps, those up to `own_steps`. A full disk ends no run whose log is not strict.
-void continue_file(const std::filesystem::path& file, int64_t first_step, int64_t own_steps, RecordFile& records) {
+/// Opens `file` for appending behind the lines it keeps, those up to `own_steps`; returns the latest step among them, or 0. A full disk ends no run whose log
+/// is not strict.
+int64_t continue_file(const std::filesystem::path& file, int64_t first_step, int64_t own_steps, RecordFile& records) {
   const std::filesystem::path partial = file.string() + ".partial";
   for (const auto& path : {file, partial}) {
     std::error_code ignored;
@@ -113,6 +117,7 @@ void continue_file(const std::filesystem::path& file, int64_t first_step, int64_
   if (is_full(reason) && (!records.strict() || (as_it_stands && held.first))) reason = continue_without_room(file, held, as_it_stands, reason);
   if (reason == 0 && !records.open(file)) reason = errno;
   if (reason != 0) fail_to_write(named(file) + " cannot be written", reason, "choose another log.dir");
+  return held.last;
 }
 
 }  // namespace
@@ -128,8 +133,8 @@ void MetricsFile::on_start(const RunInfo& run) {
   const RunRecord writer(run.log_dir);
   run_ = run;
   own_steps_ = writer.own_steps(run);
-  continue_file(run.log_dir / "metrics.jsonl", run.first_step, own_steps_, metrics_);
-  continue_file(run.log_dir / "validation.jsonl", run.first_step, own_steps_, validation_);
+  last_step_ = continue_file(run.log_dir / "metrics.jsonl", run.first_step, own_steps_, metrics_);
+  last_validation_ = continue_file(run.log_dir / "validation.jsonl", run.first_step, own_steps_, validation_);
   std::error_code ignored;
   if (std::filesystem::exists(run.log_dir / "timeline.jsonl", ignored)) open_timeline();  // an earlier run's are none of this one
   writer.write(run);                                                                      // last, for who ends before has taken nothing over

@@ -31,14 +31,16 @@ class MetricsFile : public Observer {
   void after_step(const StepResult& result) override;
   void after_validation(const ValidationResult& result) override;
   void on_end(const RunEnd& end) override;
+  bool lacks_validation(int64_t step) const override { return last_step_ == step && last_validation_ < step; }
 
  private:
   void open_timeline();
 
   RecordFile metrics_, validation_, timeline_;
   RunInfo run_{};
-  int64_t own_steps_ = 0;  ///< of what the files held
-  bool timed_ = false;     ///< timeline.jsonl is open
+  int64_t own_steps_ = 0;                        ///< of what the files held
+  int64_t last_step_ = 0, last_validation_ = 0;  ///< of those, the last steps with a line
+  bool timed_ = false;                           ///< timeline.jsonl is open
 };
 
 }  // namespace tessera
