@@ -45,9 +45,10 @@ void StepProtocol::arriving(const std::string& parameter) {
   const bool in_backward = nn::backward_pass() >= 0;
   if (!plain_ && !calls_.in_step()) {
     require(actions_.plain_loop_refusal.empty() && in_backward, technique_, ": '", parameter, "' got a gradient outside a step; ",
-            in_backward ? actions_.plain_loop_refusal
-                        : "one that no backward pass brings needs begin_step() before (those of a schedule with backwards in two halves: docs/pipeline-modules.md, "
-                          "pipeline::ExecutorOptions::around)");
+            in_backward
+                ? actions_.plain_loop_refusal
+                : "one that no backward pass brings needs begin_step() before (those of a schedule with backwards in two halves: docs/pipeline-modules.md, "
+                  "pipeline::ExecutorOptions::around)");
     actions_.open(/*plain=*/true);
     plain_ = true;
   }

@@ -31,7 +31,8 @@ TEST(SchedulePicture, ThePageShowsWhatTheGeneratorsMake) {
     const auto schedule = make_schedule(request);
     const bool unequal = request.costs.backward_weight != request.costs.forward;
     const auto title = fmt::format("{}: 4 ranks, {} micro-batches{}", known.name, request.micro_batches, unequal ? ", F = B = 2 W" : "");
-    testing_support::expect_picture_in_docs("pipeline-" + known.name + ".svg", svg_of({{title, schedule, simulate(schedule, request.costs)}}), "pipeline-schedules.md");
+    testing_support::expect_picture_in_docs("pipeline-" + known.name + ".svg", svg_of({{title, schedule, simulate(schedule, request.costs)}}),
+                                            "pipeline-schedules.md");
   }
 }
 

@@ -30,8 +30,8 @@ Schedule pipedream(int ranks, int micro_batches, bool vertical_sync = false);
 Schedule pipedream_2bw(int ranks, int micro_batches, int per_update = 0);
 
 /// Either of these with the updates of `stage` as late as they may be: each right before the first action that computes with the version it makes, the rest at
-/// the end. For a stage whose gradient needs a term of an earlier stage, whose backward comes later: tied embeddings on the last one (docs/pipeline-schedules.md says
-/// where nobody waits for it). The stage then holds one version, and in place of the others the gradients of updates to come.
+/// the end. For a stage whose gradient needs a term of an earlier stage, whose backward comes later: tied embeddings on the last one
+/// (docs/pipeline-schedules.md says where nobody waits for it). The stage then holds one version, and in place of the others the gradients of updates to come.
 Schedule with_late_updates(Schedule schedule, int stage);
 
 /// 1F1B over v chunks a rank, dealt in a loop (arXiv:2104.04473): `group` micro-batches pass a chunk before the next chunk follows. Bubble (p-1)/(v m+p-1)
