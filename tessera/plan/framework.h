@@ -23,7 +23,7 @@ struct Framework {
   double context_bytes = 0;              ///< of the device: its context, libraries' workspaces, buffers of collectives
   double logit_bytes = 0;                ///< of an element of the logits at the loss, beside ours
   double kept_per_element = 0;           ///< bytes that a layer keeps for backward beside ours, of a token and feature of its stream
-  double reserve = 1;                    ///< what the allocator holds over what is alive: fitted, the only such term
+  double reserve = 1;                    ///< what is held over what the allocator's rules say (caching_allocator.h): fitted, the only such term
   std::map<std::string, std::string> sources{};
 };
 
@@ -42,7 +42,8 @@ std::vector<std::string> settings_of(const Framework& framework, int tp);
 /// The machine, as the framework's host drives it in this configuration.
 Machine driven(const Framework& framework, const Config& config, Machine machine);
 
-/// Bytes that the framework's allocator holds of the device that needs most: alive tensors of the dry run and what it keeps beside them, times its reserve.
+/// Bytes that the framework's allocator holds of the device that needs most: what the dry run's reserves, and what it keeps beside our tensors, times its
+/// reserve.
 /// Beside them lies the context. `reserve`: with that fitted term, or without.
 double reserved_bytes(const Framework& framework, const Config& config, const DryRun& run, bool reserve = true);
 

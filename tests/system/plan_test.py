@@ -37,7 +37,7 @@ class Plan(SystemTest):
         for one in self.plan("7b", "--world", 8, "--device", "cpu", sets=sets)["ranks"]:
             self.assertEqual(one["reserved_bytes"], 0, "a CPU's memory is given back")
         text = run("plan", *asked, *(f"--set={key}" for key in sets)).stdout
-        self.assertIn("of the device's memory, on the rank that needs most", text)
+        self.assertIn("that the device has beside its context, on the rank that needs most", text)
         self.assertEqual(text.count("ranks like rank"), 1, "ranks that read alike are said once")
         self.assertNotIn("data.files", text)
 
