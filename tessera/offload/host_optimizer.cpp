@@ -49,6 +49,7 @@ std::vector<optim::StateTensor> HostOptimizer::state_to_save() const {
 
 /// A delayed update is one ahead of the weights: also of what was frozen since. Of what has none under way the copy is what the parameter is by now.
 std::vector<optim::StateTensor> HostOptimizer::with_next(std::vector<optim::StateTensor> state) const {
+  for (const size_t i : ahead_) refuse_written(i);
   for (size_t i = 0; delayed_ && i < parameters_.size(); ++i) {
     const bool is_ahead = std::ranges::find(ahead_, i) != ahead_.end();
     if (!parameters_[i].tensor.requires_grad() && !is_ahead) continue;
@@ -66,6 +67,7 @@ void HostOptimizer::follow_all_but(const std::set<std::string>& ahead) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!is_ahead(i)) beside_[i].copy.copy_(parameters_[i].tensor);
   }
+  for (const size_t i : ahead_) mark(i);
 }
 
 void HostOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
@@ -76,6 +78,7 @@ void HostOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
     if (!counts.contains(parameters_[i].name) || std::ranges::find(ahead_, i) != ahead_.end()) continue;
     follow(i);
     ahead_.push_back(i);
+    beside_[i].writes = {};  // what is loaded next is no write beside an update
   }
 }
 
@@ -121,6 +124,13 @@ void HostOptimizer::refuse_written(size_t index) const {
           "' was written since the last step (in place, set_data, torch::load), and the update that is made meanwhile began with what it was before, and would "
           "overwrite it; write weights before the first step, load a checkpoint with this optimizer, or make it without `delayed` (offload.delayed_update = "
           "false), which follows");
+}
+
+/// Of one that is loaded ahead: what is written from here on is refused.
+void HostOptimizer::mark(size_t index) {
+  Beside& own = beside_[index];
+  own.writes = nn::WriteMark(parameters_[index].tensor);
+  if (!link_.device.is_meta()) own.values = hash_of(parameters_[index].tensor);
 }
 
 void HostOptimizer::send_gradient(size_t index, const at::Tensor& gradient) {

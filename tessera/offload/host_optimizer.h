@@ -69,6 +69,7 @@ class HostOptimizer final : public optim::Optimizer {
   void counts_changed() override;
   void follow(size_t index) const;
   void refuse_written(size_t index) const;
+  void mark(size_t index);
   void send_gradient(size_t index, const at::Tensor& gradient);
   void update_later(const Batch& batch);
   void await_update() const;

@@ -11,6 +11,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
+#include "tessera/core/hash.h"
 #include "tessera/core/host_read.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
@@ -28,41 +29,47 @@ at::Tensor sum_of(const at::Tensor& parameter) {
   return parameter.detach().sum(at::kDouble);
 }
 
-/// Of data that a program has given all ranks: whether it may be one rank's, and two numbers of its values.
-at::Tensor told_of(const at::Tensor& given) {
+/// What ranks tell each other of a part: of what kind it is, and its bits where it was given. A constant, such as zeros, may be all ranks'.
+constexpr double kConstant = 0, kOwn = 1, kGiven = 2;
+constexpr int64_t kTold = 2;
+
+at::Tensor told_of(const at::Tensor& part) {
   const at::NoGradGuard no_grad;
-  const at::Tensor flat = given.detach().reshape({-1});
-  return at::stack({flat.ne(flat[0]).any().to(at::kDouble), flat.sum(at::kDouble), flat.abs().sum(at::kDouble)});  // zeros may be all ranks'
+  const at::Tensor values = part.detach().to(at::kCPU).contiguous();
+  const bool varies = values.numel() > 0 && values.ne(values.flatten()[0]).any().item<bool>();
+  const double kind = !varies ? kConstant : nn::was_given(part) ? kGiven : kOwn;
+  constexpr int exact = 11;  // bits of a hash that a double has no room for
+  return at::tensor({kind, kind == kGiven ? static_cast<double>(hash_bytes(values.const_data_ptr(), values.nbytes()) >> exact) : 0.0}, at::kDouble);
 }
 
-/// torch::save of one rank's cut model keeps its parts; torch::load of that file on every rank fits wherever cuts are even, and is another model.
+/// torch::save of one rank's cut model keeps its parts; torch::load of that file on every rank fits wherever cuts are even, and is another model. Such a file
+/// replaces all parts: where one of them differs between ranks, or was not given, those that are alike may be so on purpose (experts that begin as one layer).
 void refuse_one_ranks_parts(const comm::Group& group, const std::vector<nn::NamedParameter>& parameters) {
   if (!group.engine()->moves_data() || group.size() == 1) return;
   std::vector<nn::NamedParameter> parts;
-  std::vector<at::Tensor> told;
   for (const auto& parameter : parameters) {
     const auto sharings = nn::sharings_of(parameter.tensor);
     const bool is_part =
         std::ranges::any_of(sharings, [&](const nn::Sharing& one) { return one.axis == group.name() && one.sets == group.size() && one.even; });
-    if (!is_part || !parameter.tensor.is_floating_point() || parameter.tensor.is_meta()) continue;
-    const at::Tensor& part = parameter.tensor;
-    const bool looks = nn::was_given(part) && part.numel() > 0;
-    parts.push_back(parameter);
-    told.push_back((looks ? told_of(part) : at::zeros({3}, part.options().dtype(at::kDouble).requires_grad(false))).to(message_device(part, group)));
+    if (is_part && parameter.tensor.is_floating_point() && !parameter.tensor.is_meta()) parts.push_back(parameter);
   }
   if (parts.empty()) return;
-  const at::Tensor own = at::stack(told), all = at::empty({group.size() * own.size(0), 3}, own.options());
+  const bool was_given = std::ranges::any_of(parts, [](const auto& part) { return nn::was_given(part.tensor); });
+  std::vector<at::Tensor> told;
+  for (const auto& part : parts) told.push_back(was_given ? told_of(part.tensor) : at::zeros({kTold}, at::kDouble));
+  const at::Tensor own = at::stack(told).to(message_device(parts.front().tensor, group)), all = at::empty({group.size() * own.size(0), kTold}, own.options());
   comm::all_gather(group, all, own);
   const std::vector<double> read = host_read_all(all, 0);
-  for (size_t i = 0; i < parts.size(); ++i) {
-    bool alike = read[3 * i] != 0;
-    for (size_t other = 3 * (i + parts.size()); other < read.size(); other += 3 * parts.size()) {
-      alike = alike && std::equal(&read[3 * i], &read[3 * i] + 3, &read[other]);
-    }
-    require(!alike, "parallelize_module: '", parts[i].name, "' was given the same values on every rank of ", group.name(),
-            " after it was cut: a file that torch::save made of one rank's model holds that rank's parts, and so does a vector of its parameters; load by "
-            "checkpoint::load, each rank what it saved itself, or the whole before parallelize_module");
-  }
+  const auto of_rank = static_cast<std::ptrdiff_t>(own.numel());
+  bool alike = false;
+  for (auto at = read.begin(); at != read.end(); at += kTold) alike = alike || *at == kGiven;
+  for (auto at = read.begin(); at != read.end(); at += kTold) alike = alike && *at != kOwn;
+  for (auto rank = read.begin(); rank != read.end(); rank += of_rank) alike = alike && std::equal(rank, rank + of_rank, read.begin());
+  const auto first = std::ranges::find_if(parts, [](const auto& part) { return nn::was_given(part.tensor); });
+  require(!alike, "parallelize_module: '", first == parts.end() ? parts.front().name : first->name,
+          "' and all other parts have the same values on every rank of ", group.name(),
+          ", and were given since they were cut: a file that torch::save made of one rank's model holds that rank's parts, and so does a vector of "
+          "its parameters; load by checkpoint::load, each rank what it saved itself, or the whole before parallelize_module");
   for (const auto& part : parts) nn::forget_given(part.tensor);  // behind the last refusal: until other values are loaded, it is refused again
 }
 

@@ -322,9 +322,28 @@ TEST(HostOptimizer, WhatIsWrittenBesideADelayedUpdateIsRefused) {
     in_place ? (void)at::Tensor(weight).clamp_(-0.001, 0.001) : weight.set_data(at::zeros_like(before));
     EXPECT_THAT(testing_support::refusal([&] { step(3); }),
                 ::testing::AllOf(::testing::HasSubstr("'" + pair.device[4].name + "' was written since the last step"), ::testing::HasSubstr("delayed")));
+    EXPECT_THAT(testing_support::refusal([&] { away.state_to_save(); }), ::testing::HasSubstr("was written since the last step")) << "nor is it lost in a save";
     weight.copy_(before);
     step(3);
   }
+  // Taken up by another, whose first step shows the update that was under way.
+  HostOptimizer resumed(pair.device, pair.device.front().tensor.device(), building("adamw"), HostOptimizer::kPieceBytes, /*delayed=*/true);
+  std::map<std::string, at::Tensor> saved;
+  std::set<std::string> ahead;
+  for (const auto& held : away.state_to_save()) {
+    saved[held.parameter + held.state] = held.tensor.clone();
+    if (held.state == optim::kNextState) ahead.insert(held.parameter);
+  }
+  resumed.hold_state({});
+  resumed.set_update_counts(away.update_counts());
+  for (const auto& held : resumed.state()) held.tensor.copy_(saved.at(held.parameter + held.state));
+  resumed.follow_all_but(ahead);
+  {
+    const at::NoGradGuard no_grad;
+    at::Tensor(weight).zero_();
+  }
+  pair.draw(9);
+  EXPECT_THAT(testing_support::refusal([&] { resumed.step(1e-2); }), ::testing::HasSubstr("'" + pair.device[4].name + "' was written since the last step"));
 }
 
 /// Frozen with an update on its way, saved, and taken up by another optimizer: it is shown when that steps, as it would have been.

@@ -276,9 +276,21 @@ TEST(TensorParallel, OneRanksPartsOnAllRanksAreRefused) {
     };
     give(first);
     pass();
-    EXPECT_THAT(testing_support::refusal(pass), AllOf(HasSubstr("'up.weight' was given the same values on every rank"), HasSubstr("checkpoint::load")));
+    EXPECT_THAT(testing_support::refusal(pass),
+                AllOf(HasSubstr("'up.weight' and all other parts have the same values on every rank"), HasSubstr("checkpoint::load")));
     give(own);
     for (int step = 0; step < 8; ++step) pass();
+    const at::Tensor kept = own[0];  // one part that is alike, beside others that are not, may be meant so
+    own[0] = first[0];
+    give(own);
+    for (int step = 0; step < 8; ++step) pass();
+    net->up->weight.set_data(first[0].clone());  // nor is one that alone was given
+    for (int step = 0; step < 16; ++step) pass();
+    own[0] = kept;
+    give(own);
+    for (int step = 0; step < 32; ++step) pass();
+    net->up->weight.set_data(at::eye(net->up->weight.size(0), net->up->weight.size(1)).roll(world.rank(), 1));  // as large a sum, in another order
+    for (int step = 0; step < 64; ++step) pass();
   });
 }
 
