@@ -7,6 +7,7 @@
 #include <map>
 #include <thread>
 
+#include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
@@ -41,6 +42,18 @@ using checkpoint::SlicedTensor;
 
 /// The most keys that a query sees.
 int64_t most_keys(const Config& config) { return config.model.sliding_window == 1 ? 1 : config.data.seq_len; }
+
+/// The most that a query sees from which a loss of this step follows: of packed documents, the longest up to its last label.
+int64_t most_keys(const Config& config, const data::StepBatch& batch) {
+  int64_t most = 1;
+  for (const data::MicroBatch& micro : batch.micro_batches) {
+    if (!micro.document_ids.defined() || !micro.labels.defined() || micro.labels.sizes() != micro.document_ids.sizes()) return most_keys(config);
+    const at::Tensor own = at::arange(1, micro.document_ids.size(1) + 1, micro.document_ids.options()) - micro.document_ids;
+    const at::Tensor seen = own.masked_select(micro.labels != data::ignored_label);
+    if (seen.numel() > 0) most = std::max(most, seen.max().item<int64_t>());
+  }
+  return std::min(most, most_keys(config));
+}
 
 /// What stays of a configuration on one device: all that decides the arithmetic.
 Config reference_of(Config config) {
@@ -352,7 +365,7 @@ bool Verification::compare_gradients(const data::StepBatch& batch, Side& side) {
       if (exact.empty()) exact = exact_gradients(batch, side);
       return exact.at(name);
     };
-    gradients_.compare(batch.step, own, theirs, gradient_scales(own, most_keys(layout_)), bounds_.gradient_floor / reference.loss_scale.value(),
+    gradients_.compare(batch.step, own, theirs, gradient_scales(own, most_keys(layout_, batch)), bounds_.gradient_floor / reference.loss_scale.value(),
                        bounds_.bit_for_bit ? Exact() : Exact(ask));
   }
   for (const auto& gradient : own) follow(gradient, theirs);
