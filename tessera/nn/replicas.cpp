@@ -14,6 +14,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
+#include "tessera/core/hash_tensor.h"
 #include "tessera/nn/expanded.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/parameter.h"
@@ -32,10 +33,7 @@ at::Tensor gather_words(const std::vector<int64_t>& words, const comm::Group& gr
   return all.cpu();
 }
 
-int64_t hash_of(const at::Tensor& tensor) {
-  const at::Tensor values = tensor.detach().cpu().contiguous();
-  return static_cast<int64_t>(hash_bytes(values.const_data_ptr(), values.nbytes()));
-}
+int64_t hash_of(const at::Tensor& tensor) { return static_cast<int64_t>(hash_of_values(tensor)); }
 
 std::string ranks_that_differ(const at::Tensor& words, int64_t column) {
   std::string ranks;

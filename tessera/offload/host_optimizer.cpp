@@ -8,8 +8,7 @@
 #include <c10/core/GradMode.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/hash.h"
-#include "tessera/core/parallel.h"
+#include "tessera/core/hash_tensor.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/names.h"
@@ -99,28 +98,12 @@ void HostOptimizer::follow(size_t index) const {
   if (own.writes != nn::WriteMark(parameter)) own.copy.copy_(parameter);
 }
 
-namespace {
-/// The hash of the hashes of pieces, which all threads make.
-uint64_t hash_of(const at::Tensor& tensor) {
-  constexpr int64_t kPiece = int64_t{1} << 20;
-  const at::Tensor values = tensor.detach().to(at::kCPU).contiguous();
-  const auto* const bytes = static_cast<const char*>(values.const_data_ptr());
-  const auto size = static_cast<int64_t>(values.nbytes());
-  std::vector<uint64_t> pieces(static_cast<size_t>((size + kPiece - 1) / kPiece));
-  parallel_for(0, static_cast<int64_t>(pieces.size()), 1, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i)
-      pieces[static_cast<size_t>(i)] = hash_bytes(bytes + i * kPiece, static_cast<size_t>(std::min(kPiece, size - i * kPiece)));
-  });
-  return hash_bytes(pieces.data(), pieces.size() * sizeof(uint64_t));
-}
-}  // namespace
-
 /// The copy would overwrite what was written. A version alone says little: sharding counts them where it shows a part, and writes back what was there.
 void HostOptimizer::refuse_written(size_t index) const {
   const auto& [name, parameter, aliases] = parameters_[index];
   const Beside& own = beside_[index];
   if (link_.device.is_meta() || own.writes == nn::WriteMark() || own.writes == nn::WriteMark(parameter)) return;
-  require(hash_of(parameter) == own.values, "HostOptimizer, delayed: '", name,
+  require(hash_of_values(parameter) == own.values, "HostOptimizer, delayed: '", name,
           "' was written since the last step (in place, set_data, torch::load), and the update that is made meanwhile began with what it was before, and would "
           "overwrite it; write weights before the first step, load a checkpoint with this optimizer, or make it without `delayed` (offload.delayed_update = "
           "false), which follows");
@@ -130,7 +113,7 @@ void HostOptimizer::refuse_written(size_t index) const {
 void HostOptimizer::mark(size_t index) {
   Beside& own = beside_[index];
   own.writes = nn::WriteMark(parameters_[index].tensor);
-  if (!link_.device.is_meta()) own.values = hash_of(parameters_[index].tensor);
+  if (!link_.device.is_meta()) own.values = hash_of_values(parameters_[index].tensor);
 }
 
 void HostOptimizer::send_gradient(size_t index, const at::Tensor& gradient) {
@@ -207,7 +190,7 @@ void HostOptimizer::update_later(const Batch& batch) {
     for (const CopyStream::Point& point : arriving) point.wait();
     for (const size_t index : begun) {
       Beside& own = beside_[index];
-      if (!own.copy.is_meta()) own.values = hash_of(own.copy);
+      if (!own.copy.is_meta()) own.values = hash_of_values(own.copy);
     }
     inner_->apply(terms);
   };

@@ -11,7 +11,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
-#include "tessera/core/hash.h"
+#include "tessera/core/hash_tensor.h"
 #include "tessera/core/host_read.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_dispatcher.h"
@@ -39,7 +39,7 @@ at::Tensor told_of(const at::Tensor& part) {
   const bool varies = values.numel() > 0 && values.ne(values.flatten()[0]).any().item<bool>();
   const double kind = !varies ? kConstant : nn::was_given(part) ? kGiven : kOwn;
   constexpr int exact = 11;  // bits of a hash that a double has no room for
-  return at::tensor({kind, kind == kGiven ? static_cast<double>(hash_bytes(values.const_data_ptr(), values.nbytes()) >> exact) : 0.0}, at::kDouble);
+  return at::tensor({kind, kind == kGiven ? static_cast<double>(hash_of_values(values) >> exact) : 0.0}, at::kDouble);
 }
 
 /// torch::save of one rank's cut model keeps its parts; torch::load of that file on every rank fits wherever cuts are even, and is another model. Such a file

@@ -6,7 +6,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include "tessera/core/error.h"
-#include "tessera/core/hash.h"
+#include "tessera/core/hash_tensor.h"
 #include "tessera/layout/sequence_cut.h"
 #include "tessera/layout/slice.h"
 #include "tessera/mesh/positions.h"
@@ -122,11 +122,6 @@ class Tap : public nn::Interceptor, public std::enable_shared_from_this<Tap> {
 
 std::vector<int64_t> sizes_of(const at::Tensor& tensor) { return tensor.sizes().vec(); }
 
-uint64_t hash_of(const at::Tensor& tensor) {
-  const at::Tensor packed = tensor.contiguous().cpu();
-  return hash_bytes(packed.const_data_ptr(), packed.nbytes());
-}
-
 /// Which part of a module's logical output a rank gave out. Throws InternalError where an interceptor states one that cannot be.
 Slice part_of(const OutputKey& key, const RecordedOutputs::Output& output, const std::vector<int64_t>& shape) {
   Slice part = output.boxes.empty() ? Slice::whole(key.module, shape) : Slice{key.module, shape, output.boxes};
@@ -177,7 +172,7 @@ void RecordedOutputs::output(const OutputKey& key, const at::Tensor& values, con
     bytes_left_ -= bytes;
     record.values = values.clone();
   } else {
-    record.hash = hash_of(values);
+    record.hash = hash_of_values(values);
   }
   outputs_.emplace(key, std::move(record));
 }
@@ -252,7 +247,7 @@ void OutputComparer::compare(const OutputKey& key, int rank, const RecordedOutpu
     return note_parting(key, place, std::move(parting));
   }
   if (!got.values.defined()) {
-    const bool equal = got.dtype == expected.scalar_type() && got.hash == hash_of(expected);
+    const bool equal = got.dtype == expected.scalar_type() && got.hash == hash_of_values(expected);
     ++(equal ? result.bit_equal : result.beyond_budget);
     return;
   }
