@@ -41,28 +41,6 @@ c10::intrusive_ptr<ParameterData> as_ours(c10::intrusive_ptr<c10::BackendMeta> m
   return meta ? c10::dynamic_intrusive_pointer_cast<ParameterData>(std::move(meta)) : nullptr;
 }
 
-c10::intrusive_ptr<ParameterData> copy_of(const ParameterData& from) {
-  auto data = c10::make_intrusive<ParameterData>();
-  data->slice = from.slice;
-  data->init = from.init;
-  data->init_position = from.init_position;
-  data->origin = from.origin;
-  data->keeps_memory = from.keeps_memory;
-  data->kept_beside = from.kept_beside;
-  data->follows = from.follows;
-  data->terms_summed = from.terms_summed;
-  data->given = from.given;
-  data->sums_of_terms = from.sums_of_terms;
-  data->sharings = from.sharings;
-  data->dealt = from.dealt;
-  data->divided = from.divided;
-  data->along = from.along;
-  data->users = from.users;
-  data->updated_for = from.updated_for;
-  data->drawn_as = from.drawn_as;
-  return data;
-}
-
 /// libtorch's set_data hands over what the other tensor carries, mostly nothing. Of data of the same shape the parameter stays what it was. Of another shape
 /// (the whole in place of a part) it is not, and whoever needs to know more refuses it. How a tensor is drawn goes with its data.
 c10::intrusive_ptr<ParameterData> data_of(const at::Tensor& tensor) {
@@ -71,7 +49,7 @@ c10::intrusive_ptr<ParameterData> data_of(const at::Tensor& tensor) {
   auto data = as_ours(impl.get_backend_meta_intrusive_ptr());
   auto own = as_ours(GradientDispatcher::known_of(tensor));
   if (!own || own == data || tensor.sizes() != at::IntArrayRef(own->slice->local_shape())) return data;
-  own = copy_of(*own);
+  own = c10::make_intrusive<ParameterData>(*own);
   own->given = true;
   if (data && (data->init || data->origin)) {
     own->init = data->init;
@@ -98,7 +76,7 @@ template <class Change>
 void change(const at::Tensor& tensor, Change&& how, Of of = Of::Data) {
   const auto before = data_of(tensor);
   const auto known = GradientDispatcher::known_of(tensor);
-  auto data = before ? copy_of(*before) : c10::make_intrusive<ParameterData>();
+  auto data = before ? c10::make_intrusive<ParameterData>(*before) : c10::make_intrusive<ParameterData>();
   how(*data);
   // What is said of data of another shape than the parameter's goes with that data, but for what the parameter is from now on (who cuts it).
   if ((of == Of::Parameter || !known || known == before) && is_known(tensor, *data)) GradientDispatcher::know(tensor, data);
