@@ -35,8 +35,6 @@ namespace tessera::cli {
 
 namespace {
 
-constexpr std::chrono::seconds kPatience{20};  // of who waits for settings that would fit
-
 std::string text_of(const plan::DryRunProgress& progress) {
   return fmt::format("kind {} of {} of ranks, step {} of {}: {:2.0f}%", progress.kind, progress.kinds, progress.step, progress.steps, 100 * progress.share);
 }
@@ -49,7 +47,7 @@ std::string text_of(const plan::DryRun& run, const Config& config, const std::op
   if (bounds) text += "\n" + plan::to_string(*bounds, run.memory_limit);
   if (all) text += "\n" + plan::to_string(*all);
   if (framework) text += plan::verdict_of(*framework, config, run) + "\n";
-  if (!run.fits()) text += "\n" + plan::settings_text(plan::find_fit(config, world, run.memory_limit, kPatience, run.allocator));
+  if (!run.fits()) text += "\n" + plan::settings_text(plan::find_fit(config, world, run.memory_limit, plan::kFitPatience, run.allocator));
   return text;
 }
 
@@ -97,12 +95,10 @@ void say_plan(const Config& config, double tokens, const PlanRequest& request) {
   std::optional<plan::Bounds> bounds;
   auto run = [&] {
     ProgressLine line;
-    const plan::DryRunOptions options{.events = flags.events,
-                                      .machine = request.machine_of(config),
-                                      .allocator = request.allocator_of(config),
-                                      .history = !flags.pictures.report.empty(),
-                                      .text_to_come = !is_there(flags.what),
-                                      .progress = [&](const plan::DryRunProgress& progress) { line.say(text_of(progress)); }};
+    plan::DryRunOptions options = request.dry_options(config);
+    options.events = flags.events;
+    options.history = !flags.pictures.report.empty();
+    options.progress = [&](const plan::DryRunProgress& progress) { line.say(text_of(progress)); };
     plan::DryRun planned = plan::dry_run(config, flags.world, options);
     if (!framework) bounds = plan::find_bounds(config, planned, options);
     return planned;

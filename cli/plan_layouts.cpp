@@ -9,7 +9,6 @@
 
 #include "cli/common.h"
 #include "tessera/core/error.h"
-#include "tessera/core/file_type.h"
 #include "tessera/core/json_integer.h"
 #include "tessera/core/json_text.h"
 #include "tessera/core/text_file.h"
@@ -79,8 +78,7 @@ void say_layouts(const PlanRequest& request) {
       for (const auto& set : layout.value("set", nlohmann::json::array())) sets.push_back(set.is_string() ? set.get<std::string>() : set.dump());
       Config config = request.read(sets, world).config;
       request.settle(config, world, precision::Saying::Silent);
-      plan::DryRun run = plan::dry_run(
-          config, world, {.machine = request.machine_of(config), .allocator = request.allocator_of(config), .text_to_come = !is_there(flags.what)});
+      plan::DryRun run = plan::dry_run(config, world, request.dry_options(config));
       add_remarks(config, run);
       answer = json_of(run, config, device, framework);
       int64_t peak = 0;

@@ -23,13 +23,6 @@ plan::Device device_named(const PlanFlags& flags) {
   return device;
 }
 
-/// A step may need no more than the device has beside `context`.
-void limit_to(const plan::Device& device, double context, Config& config) {
-  const auto memory = static_cast<int64_t>(device.memory_bytes - context);
-  int64_t& limit = config.run.memory_limit_bytes;
-  limit = limit == 0 ? memory : std::min(limit, memory);
-}
-
 /// Sizes that are left to the world (-1) as they come out: what frameworks hold is divided by them.
 void settle_mesh(Config& config, int world) {
   for (const auto& [axis, size] : resolve_mesh(config.mesh, config.zero.stage, world)) {
@@ -87,8 +80,15 @@ plan::Preset PlanRequest::read(const std::vector<std::string>& asked, int world)
 
 bool PlanRequest::is_for_this_machine() const { return is_there(flags_.what) && !framework_ && (!device_ || is_there(flags_.device)); }
 
+/// What the device has for a step, beside its context; a framework has one of its own, which counts with what it holds.
+double PlanRequest::room() const { return device_->memory_bytes - (framework_ ? 0 : device_->context_bytes); }
+
 void PlanRequest::settle(Config& config, int world, precision::Saying saying, int sharing) const {
-  if (device_) limit_to(*device_, framework_ ? 0 : device_->context_bytes, config);  // a framework has its own
+  if (device_) {
+    const auto memory = static_cast<int64_t>(room());
+    int64_t& limit = config.run.memory_limit_bytes;
+    limit = limit == 0 ? memory : std::min(limit, memory);
+  }
   settle_batch(config, world);
   validate(config, world, Purpose::Plan);
   if (framework_) settle_mesh(config, world);
@@ -107,9 +107,13 @@ std::optional<plan::Machine> PlanRequest::machine_of(const Config& config) const
 
 std::optional<plan::DeviceAllocator> PlanRequest::allocator_of(const Config& config) const {
   if (!device_ || is_its_own_host(*device_)) return std::nullopt;
+  const int64_t limit = config.run.memory_limit_bytes;
   const auto context = static_cast<int64_t>(framework_ ? framework_->context_bytes : 0);  // the device's own is no part of the limit
-  const auto left = static_cast<int64_t>(device_->memory_bytes - (framework_ ? 0 : device_->context_bytes));
-  return plan::DeviceAllocator{.within = std::max<int64_t>(1, config.run.memory_limit_bytes - context), .all = config.run.memory_limit_bytes == left};
+  return plan::DeviceAllocator{.within = std::max<int64_t>(1, limit - context), .all = limit == static_cast<int64_t>(room())};
+}
+
+plan::DryRunOptions PlanRequest::dry_options(const Config& config) const {
+  return {.machine = machine_of(config), .allocator = allocator_of(config), .text_to_come = !is_there(flags_.what)};
 }
 
 std::function<plan::Machine(const Config& config)> PlanRequest::machine_of_each() const {

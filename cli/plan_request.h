@@ -59,6 +59,8 @@ class PlanRequest {
   std::optional<plan::Machine> machine_of(const Config& config) const;
   /// Of the device, whose reserve has to fit; none without a device, and for a CPU, whose memory is given back.
   std::optional<plan::DeviceAllocator> allocator_of(const Config& config) const;
+  /// What every dry run of `config` is told of these.
+  plan::DryRunOptions dry_options(const Config& config) const;
   /// The machine of each of many configurations; empty where nothing about it depends on them.
   std::function<plan::Machine(const Config& config)> machine_of_each() const;
 
@@ -67,6 +69,7 @@ class PlanRequest {
 
  private:
   bool is_for_this_machine() const;
+  double room() const;
 
   const PlanFlags& flags_;
   std::optional<plan::Framework> framework_;

@@ -16,7 +16,6 @@
 #include "cli/progress_line.h"
 #include "tessera/config/detail.h"
 #include "tessera/core/error.h"
-#include "tessera/core/file_type.h"
 #include "tessera/core/json_text.h"
 #include "tessera/core/log.h"
 #include "tessera/core/text_file.h"
@@ -80,11 +79,16 @@ std::vector<int64_t> batches_up_to(int64_t largest) {
   return sizes;
 }
 
+/// With what is alive over the step.
+plan::DryRun run_to_draw(const Config& config, int world, const PlanRequest& request) {
+  plan::DryRunOptions options = request.dry_options(config);
+  options.history = true;
+  return plan::dry_run(config, world, options);
+}
+
 /// The best layout's own plan, with all that a picture needs.
 void draw_search(const plan::LayoutSearch& found, const Config& winner, const PlanRequest& request) {
-  const auto run = plan::dry_run(
-      winner, found.world,
-      {.machine = request.machine_of(winner), .allocator = request.allocator_of(winner), .history = true, .text_to_come = !is_there(request.flags().what)});
+  const auto run = run_to_draw(winner, found.world, request);
   nlohmann::json json = json_of(run, winner, request.device(), std::nullopt);
   json["search"] = plan::to_json(found);
   request.flags().pictures.write({.config = winner, .run = run, .device = &*request.device(), .search = &found, .json = std::move(json)});
@@ -141,9 +145,7 @@ void say_scaling(const Config& config, const PlanRequest& request) {
       if (point.whole && (!scaling.knee || point.ranks <= *scaling.knee)) drawn = &point;
     }
     const Config at = plan::with_settings(config, plan::settings_of(drawn->whole->choice, drawn->ranks));
-    const auto run = plan::dry_run(
-        at, drawn->ranks,
-        {.machine = request.machine_of(at), .allocator = request.allocator_of(at), .history = true, .text_to_come = !is_there(request.flags().what)});
+    const auto run = run_to_draw(at, drawn->ranks, request);
     nlohmann::json page = json_of(run, at, request.device(), std::nullopt);
     page["scaling"] = json;
     flags.pictures.write({.config = at, .run = run, .device = &*request.device(), .scaling = &scaling, .json = std::move(page)});

@@ -13,19 +13,16 @@ namespace tessera::plan {
 
 namespace {
 
-using c10::CachingAllocator::kMinBlockSize;
-using c10::CachingAllocator::kMinLargeAlloc;
-using c10::CachingAllocator::kRoundLarge;
-using c10::CachingAllocator::kSmallBuffer;
-using c10::CachingAllocator::kSmallSize;
-
+namespace theirs = c10::CachingAllocator;
+constexpr int64_t kMinBlockSize = theirs::kMinBlockSize, kMinLargeAlloc = theirs::kMinLargeAlloc, kRoundLarge = theirs::kRoundLarge,
+                  kSmallBuffer = theirs::kSmallBuffer, kSmallSize = theirs::kSmallSize;
 constexpr int64_t kLargeBuffer = 20971520;  // the default of its setting large_segment_size_mb
 
-int64_t round_up(int64_t bytes, size_t step) { return (bytes + static_cast<int64_t>(step) - 1) / static_cast<int64_t>(step) * static_cast<int64_t>(step); }
+int64_t round_up(int64_t bytes, int64_t step) { return (bytes + step - 1) / step * step; }
 
 int64_t segment_for(int64_t bytes, bool small) {
   if (small) return kSmallBuffer;
-  return bytes < static_cast<int64_t>(kMinLargeAlloc) ? kLargeBuffer : round_up(bytes, kRoundLarge);
+  return bytes < kMinLargeAlloc ? kLargeBuffer : round_up(bytes, kRoundLarge);
 }
 
 }  // namespace
@@ -33,7 +30,7 @@ int64_t segment_for(int64_t bytes, bool small) {
 void CachingAllocator::allocate(int64_t id, int64_t bytes) {
   if (bytes <= 0) return;
   const int64_t rounded = round_up(bytes, kMinBlockSize);
-  const bool small = rounded <= static_cast<int64_t>(kSmallSize);
+  const bool small = rounded <= kSmallSize;
   const auto block = take(rounded, small);
   split(block, rounded);
   alive_ += block->second.bytes;
@@ -67,7 +64,7 @@ void CachingAllocator::read(const Event& event) {
 }
 
 CachingAllocator::Blocks::iterator CachingAllocator::take(int64_t bytes, bool small) {
-  Pool& pool = free_[small ? 1 : 0];
+  Pool& pool = pool_of(small);
   const auto fits = pool.lower_bound({bytes, 0});
   if (fits == pool.end()) return new_segment(segment_for(bytes, small), small);
   const auto block = blocks_.find(fits->second);
@@ -88,11 +85,11 @@ CachingAllocator::Blocks::iterator CachingAllocator::new_segment(int64_t bytes, 
 void CachingAllocator::split(Blocks::iterator block, int64_t bytes) {
   Block& whole = block->second;
   const int64_t left = whole.bytes - bytes;
-  if (whole.small ? left < static_cast<int64_t>(kMinBlockSize) : left <= static_cast<int64_t>(kSmallSize)) return;
+  if (whole.small ? left < kMinBlockSize : left <= kSmallSize) return;
   const auto rest =
       blocks_.emplace_hint(std::next(block), block->first + bytes, Block{.bytes = left, .begin = whole.begin, .free = true, .small = whole.small});
   whole.bytes = bytes;
-  pool_of(rest->second).emplace(left, rest->first);
+  pool_of(whole.small).emplace(left, rest->first);
 }
 
 void CachingAllocator::give_back(Blocks::iterator block) {
@@ -102,7 +99,7 @@ void CachingAllocator::give_back(Blocks::iterator block) {
   const auto held = held_.find(left.id);
   std::erase(held->second, block->first);
   if (held->second.empty()) held_.erase(held);
-  Pool& pool = pool_of(block->second);
+  Pool& pool = pool_of(block->second.small);
   const auto join = [&](Blocks::iterator left, Blocks::iterator right) {
     left->second.bytes += right->second.bytes;
     blocks_.erase(right);

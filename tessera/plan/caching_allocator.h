@@ -45,7 +45,7 @@ class CachingAllocator {
   using Blocks = std::map<int64_t, Block>;             ///< by address
   using Pool = std::set<std::pair<int64_t, int64_t>>;  ///< bytes and address: the smallest that fits comes first
 
-  Pool& pool_of(const Block& block) { return free_[block.small ? 1 : 0]; }
+  Pool& pool_of(bool small) { return free_[small ? 1 : 0]; }
   Blocks::iterator take(int64_t bytes, bool small);
   Blocks::iterator new_segment(int64_t bytes, bool small);
   void split(Blocks::iterator block, int64_t bytes);

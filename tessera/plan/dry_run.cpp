@@ -130,16 +130,14 @@ Placement worst_placed(const Mesh& grid, const Axes& axes, const std::vector<int
 
 /// "dp_shard+tp", of this grid or of the experts', or with the name of a further group of the same ranks behind a dot; the world for what names no axes.
 /// `ranks`: which all do what this one does.
-std::function<Placement(const std::string&)> groups_placed(const Config& config, const Mesh& mesh, const Machine& machine, const std::vector<int>& ranks) {
-  return [mesh, config, &ranks, per_host = machine.devices_per_host](const std::string& group) {
-    const std::vector<std::string> axes = axes_in(group.substr(0, group.find('.')));
-    const auto has_all = [&](const Mesh& grid) { return std::ranges::all_of(axes, [&](const auto& axis) { return grid.has(axis); }); };
-    if (has_all(mesh)) return worst_placed(mesh, axes, ranks, per_host);
-    if (deals_experts(config, mesh.shape())) {
-      if (const Mesh experts = expert_mesh(config, mesh); has_all(experts)) return worst_placed(experts, axes, ranks, per_host);
-    }
-    return placement_of(mesh.members(mesh_roles(config).world), per_host);
-  };
+Placement placed(const std::string& group, const Config& config, const Mesh& mesh, int per_host, const std::vector<int>& ranks) {
+  const std::vector<std::string> axes = axes_in(group.substr(0, group.find('.')));
+  const auto has_all = [&](const Mesh& grid) { return std::ranges::all_of(axes, [&](const auto& axis) { return grid.has(axis); }); };
+  if (has_all(mesh)) return worst_placed(mesh, axes, ranks, per_host);
+  if (deals_experts(config, mesh.shape())) {
+    if (const Mesh experts = expert_mesh(config, mesh); has_all(experts)) return worst_placed(experts, axes, ranks, per_host);
+  }
+  return placement_of(mesh.members(mesh_roles(config).world), per_host);
 }
 
 std::vector<std::string> channel_names(const Composition& run) {
@@ -173,7 +171,7 @@ class StepsReader {
     EventReader of_step(step.before);
     std::optional<RankClock> clock;
     if (options_.machine && last) {
-      clock.emplace(*options_.machine, groups_placed(config_, mesh_, *options_.machine, alike_), channels_, config_.offload.delayed_update);
+      clock.emplace(*options_.machine, [this](const std::string& group) { return place_of(group); }, channels_, config_.offload.delayed_update);
     }
     StepHistory history(step.before.device);
     const auto read = [&](const Event& event) {
@@ -224,6 +222,13 @@ class StepsReader {
     }
   }
 
+  /// Looked for once: of many ranks it takes a while.
+  Placement place_of(const std::string& group) {
+    const auto [known, fresh] = run_.ranks.places.try_emplace(group);
+    if (fresh) known->second = placed(group, config_, mesh_, options_.machine->devices_per_host, alike_);
+    return known->second;
+  }
+
   /// What the last step alone says.
   void keep(const Events& shown, const EventReader& of_step) {
     const auto kept = [&](const Event& event) {
@@ -240,8 +245,7 @@ class StepsReader {
     result.recomputed_flops = of_step.recomputed_flops();
     result.collectives = collectives_of(run_.events);
     if (!options_.machine) return;
-    const auto place = groups_placed(config_, mesh_, *options_.machine, alike_);
-    for (const auto& sum : result.collectives) result.places.try_emplace(sum.axis, place(sum.axis));
+    for (const auto& sum : result.collectives) place_of(sum.axis);
   }
 
   const Config& config_;
@@ -686,16 +690,21 @@ std::string to_string(const DryRun& run) {
   if (run.time) out += to_string(*run.time);
   if (const std::string guesses = guesses_of(run); !guesses.empty()) out += guesses + "\n";
   out += to_string(run.pipeline);
-  std::vector<std::pair<const RankClass*, int64_t>> shown;  // with the ranks of all classes that read alike
-  std::map<std::string, size_t> known;
+  struct Shown {
+    std::string text;
+    int first;
+    int64_t ranks;  ///< of all classes that read alike
+  };
+  std::vector<Shown> shown;
   for (const RankClass& ranks : run.ranks) {
-    const auto [at, fresh] = known.try_emplace(text_of(ranks, run.pipeline), shown.size());
-    if (fresh) shown.emplace_back(&ranks, 0);
-    shown[at->second].second += ranks.count;
+    std::string text = text_of(ranks, run.pipeline);
+    if (const auto known = std::ranges::find(shown, text, &Shown::text); known != shown.end()) {
+      known->ranks += ranks.count;
+    } else {
+      shown.push_back({std::move(text), ranks.examples.front(), ranks.count});
+    }
   }
-  for (const auto& [ranks, alike] : shown) {
-    out += fmt::format("\n{} rank{} like rank {}: {}", alike, alike == 1 ? "" : "s", ranks->examples.front(), text_of(*ranks, run.pipeline));
-  }
+  for (const auto& [text, first, ranks] : shown) out += fmt::format("\n{} rank{} like rank {}: {}", ranks, ranks == 1 ? "" : "s", first, text);
   return out;
 }
 

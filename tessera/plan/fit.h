@@ -40,9 +40,12 @@ struct FitSearch {
 /// fit.cpp: stage 1 sends what plain data parallelism sends, stage 3 half as much again, full recompute adds up to a third of the FLOPs.
 std::vector<std::vector<std::string>> cheaper_settings(const Config& config, int world);
 
+/// Of who waits for settings that would fit.
+constexpr std::chrono::seconds kFitPatience{20};
+
 /// Tries them by dry run, up to the first that needs `limit` bytes at most, of `allocator` where there is one. Settings that the configuration's rules refuse
 /// are passed over. Cost: a dry run each; after `patience` no further one is begun.
-FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience = std::chrono::seconds(20),
+FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience = kFitPatience,
                    const std::optional<DeviceAllocator>& allocator = std::nullopt);
 
 }  // namespace tessera::plan
