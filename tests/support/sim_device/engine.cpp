@@ -1,6 +1,7 @@
 #include "tests/support/sim_device/engine.h"
 
 #include <atomic>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -33,6 +34,8 @@ class SimWork final : public c10d::Work {
       if (!inner_->isCompleted()) inner_->wait();  // the bytes are in use, though nobody waits for the result
     } catch (...) {
     }
+    // NCCL's work is kept with its memory until it is over, also when it was dropped. That is a fault to report, but where a failure dropped it.
+    if (std::uncaught_exceptions() > 0) HappensBefore::get().block(stream_number(current_stream(device_)), end_);
   }
   /// Who asks for the first time is told that it goes on: whatever is asked about is waited for in both ways.
   bool isCompleted() override { return asked_.exchange(true) && inner_->isCompleted(); }
@@ -107,7 +110,14 @@ class SimEngine final : public comm::Engine {
         *again = bytes->start(on_host);
       });
     }
-    return c10::make_intrusive<SimWork>(bytes_->start(on_host), stream_.device_index(), stream, std::move(aliases), std::move(again));
+    WorkInFlight inner;
+    try {
+      inner = bytes_->start(on_host);
+    } catch (...) {  // an engine that was aborted: nothing is under way
+      order.block(stream_number(current_stream(stream_.device_index())), order.record(stream));
+      throw;
+    }
+    return c10::make_intrusive<SimWork>(std::move(inner), stream_.device_index(), stream, std::move(aliases), std::move(again));
   }
   void set_timeout(std::chrono::milliseconds timeout) override { bytes_->set_timeout(timeout); }
   void abort() override { bytes_->abort(); }

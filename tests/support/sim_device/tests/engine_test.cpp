@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdlib>
 #include <filesystem>
+#include <stdexcept>
 #include <thread>
 
 #include <gmock/gmock.h>
@@ -282,6 +283,30 @@ TEST_F(SimEngineTest, FindsWorkThatIsDropped) {
     at::ones({10}, here());
   });
   EXPECT_THAT(kinds(), ElementsAre(FreedInUse, FreedInUse));
+}
+
+TEST_F(SimEngineTest, WorkMayBeDroppedByAFailure) {
+  comm::run_ranks(2, [](World& world) {
+    const auto fail_in_its_midst = [&] {
+      at::Tensor x = at::ones({1000}, here());
+      const auto under_way = all_reduce_async(world.group(), x);
+      throw std::runtime_error("planted");
+    };
+    EXPECT_THROW(fail_in_its_midst(), std::runtime_error);
+    at::ones({10}, here());
+  });
+  EXPECT_THAT(kinds(), SizeIs(0));
+}
+
+TEST_F(SimEngineTest, WhatAnAbortedEngineRefusesIsNotUnderWay) {
+  comm::run_ranks(2, [](World& world) {
+    world.abort();
+    at::Tensor x = at::ones({1000}, here());
+    EXPECT_ANY_THROW(static_cast<void>(recv_async(world.group(), x, 1 - world.rank())));
+    x = at::Tensor();
+    at::ones({10}, here());
+  });
+  EXPECT_THAT(kinds(), SizeIs(0));
 }
 
 // A pass that fails drops what is on its way; what it had is used for something else.
