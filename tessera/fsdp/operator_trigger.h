@@ -2,7 +2,6 @@
 
 #include <memory>
 #include <optional>
-#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -10,6 +9,8 @@
 
 #include "tessera/fsdp/operator_use.h"
 #include "tessera/fsdp/sharded_step.h"
+#include "tessera/fsdp/slice_guards.h"
+#include "tessera/fsdp/unit_tensors.h"
 #include "tessera/nn/operator_watch.h"
 
 namespace tessera {
@@ -27,7 +28,7 @@ namespace tessera {
 /// or a line for a log is refused by name, with the line to change, for nothing may be computed with slices unawares, and no line on one rank may start a
 /// collective.
 ///
-/// In a loop norms of sliced gradients are refused, too: libtorch's clip_grad_norm_ would scale by another factor on each rank.
+/// What is meant for the whole and given a slice all the same is refused (slice_guards.h).
 ///
 /// Beside calls that trigger (Role::Fallback) it does the same for what calls do not show: a module that is called by ->forward(), a weight that another module
 /// reads, a graph whose outputs carry no hook. Cost: under a microsecond an operator.
@@ -43,17 +44,6 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void follow_calls(std::shared_ptr<const int> depth) { depth_ = std::move(depth); }
 
  private:
-  /// Of a unit's wholes, or of one parameter's slice.
-  struct Storage {
-    UnitPlace place;
-    bool whole;
-  };
-  /// A parameter that shows its slice, among the arguments.
-  struct Seen {
-    at::Tensor tensor;
-    UnitPlace place;
-    size_t argument;
-  };
   /// What is known of a number minus, or over, a parameter. Tensors are compared only.
   struct ScalarOperator {
     const c10::TensorImpl* parameter = nullptr;
@@ -63,7 +53,6 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   };
   using Arguments = at::ArrayRef<c10::IValue>;
 
-  void find_storages();
   void meet(const c10::IValue& value, size_t argument);
   void meet(const at::Tensor& tensor, size_t argument);
   void note(size_t unit);
@@ -80,31 +69,11 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   bool takes_parameters_alone(Arguments arguments) const;
   bool forward_in_evaluation(const c10::FunctionSchema& schema, Arguments arguments) const;
   bool means_whole_on_one_rank(const c10::FunctionSchema& schema) const;
-  bool has_all_rows(const UnitPlace& place) const;
-  bool is_on_one_rank(const UnitPlace& place) const;
   bool looks_alike_elsewhere(Arguments arguments) const;
   bool agrees_on_whole(const c10::FunctionSchema& schema, Arguments arguments, bool forward) const;
-  const std::string& name_of(const UnitPlace& place) const;
-  std::optional<UnitPlace> sliced_parameter(const at::Tensor& tensor) const;
-  std::optional<UnitPlace> memory_of(const at::Tensor& tensor) const;
-  bool same_rows(const UnitPlace& a, const UnitPlace& b) const;
-  void refuse_other_rows(const c10::FunctionSchema& schema, Arguments arguments) const;
   [[noreturn]] void refuse_unclear(const c10::FunctionSchema& schema) const;
   [[noreturn]] void refuse_made_by_slices(const c10::FunctionSchema& schema) const;
-  bool stretches(Arguments arguments, const at::Tensor& handle) const;
-  void refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments) const;
-  void refuse_whole_gradients(Arguments arguments) const;
-  void refuse_functions_over_slices() const;
-  void refuse_draws(const c10::FunctionSchema& schema, Arguments arguments);
-  bool copies_drawn(const c10::FunctionSchema& schema, Arguments arguments);
-  void refuse_whole_values(const c10::FunctionSchema& schema, Arguments arguments) const;
-  void refuse_whole_state(const c10::FunctionSchema& schema, Arguments arguments) const;
-  void refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments);
-  void refuse_flat_gradients(const c10::FunctionSchema& schema, Arguments arguments) const;
-  bool is_gradient(const c10::IValue& value) const;
-  std::optional<UnitPlace> whole_parameter(const at::Tensor& tensor) const;
   bool means_slices(const c10::FunctionSchema& schema, Arguments arguments) const;
-  void refuse_fitting_both(const c10::FunctionSchema& schema, const UnitPlace& place, const std::vector<at::Tensor>& others) const;
   std::vector<at::Tensor> written_slices(const c10::FunctionSchema& schema) const;
   bool means_slices_between_steps(OperatorUse use) const;
   void leave_forward(torch::jit::Stack& stack, size_t first);
@@ -125,19 +94,16 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   Role role_;
   std::optional<at::ScalarType> one_dtype_;
   std::shared_ptr<const int> depth_;
-  std::unordered_map<const c10::StorageImpl*, Storage> storages_;
-  int64_t storages_of_ = 0;  ///< ShardedUnits::times_taken_in
-  std::unordered_map<const c10::TensorImpl*, UnitPlace> parameters_;
+  UnitTensors tensors_;
+  SliceGuards guards_;
 
   std::unordered_set<const c10::TensorImpl*> updated_;  ///< parameters that were written while they had a gradient
 
   std::vector<size_t> met_;          ///< units among the arguments of the operator at hand
-  std::vector<Seen> seen_;           ///< and parameters that show slices
+  std::vector<SeenSlice> seen_;      ///< and parameters that show slices
   std::vector<at::Tensor> touched_;  ///< and memory of slices by another name
   ScalarOperator scalar_;
   bool replaced_ = false;    ///< and a parameter in whose place the program has put another tensor
-  int64_t factored_ = 0;     ///< elements of what was made orthogonal last, until something is copied
-  bool absolute_ = false;    ///< the operator before took absolute values of a gradient
   bool evaluating_ = false;  ///< units may be held that no step knows of
   size_t last_;              ///< unit met last; size() before the first
   int64_t pass_ = -1;

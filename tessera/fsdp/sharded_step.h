@@ -20,11 +20,6 @@
 
 namespace tessera {
 
-/// Where a parameter lies.
-struct UnitPlace {
-  size_t unit, flat, index;
-};
-
 /// Who says where a step begins and ends.
 enum class Drive {
   Loop,   ///< nobody: it begins with a forward, or with a backward, and is complete when that backward pass is, or, under no_sync(), a later one

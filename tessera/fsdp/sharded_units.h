@@ -24,6 +24,11 @@ namespace tessera {
 /// Of a unit's parameters while they are whole, without padding.
 int64_t gathered_bytes(const UnitPlan::Unit& unit, const FullyShardOptions& options);
 
+/// Where a parameter lies.
+struct UnitPlace {
+  size_t unit, flat, index;
+};
+
 /// The memory and the traffic of all units of a module: prefetch, acquire, release, reduce. Knows nothing of what makes them due. Whoever calls it does so in
 /// the same order on every rank; with find_unused_parameters, that goes for the first gather of a pass and for reductions alone.
 class ShardedUnits {

@@ -1,0 +1,225 @@
+#include "tessera/fsdp/slice_guards.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ExpandUtils.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "tessera/core/error.h"
+#include "tessera/fsdp/operator_use.h"
+
+// What a rank computes with its rows alone is wrong without a word, or ends in libtorch's word about two sizes. So each thing that programs were seen to do
+// with parameters, gradients and state is known by its operators, and refused on every rank where it would be wrong on any: shapes here are no ground for a
+// decision where they differ between ranks.
+
+namespace tessera {
+namespace {
+
+constexpr const char* kWholeState =
+    "the state of an optimizer that was made, or has stepped, before fully_shard, and is of whole parameters; make the optimizer behind fully_shard, and bring "
+    "the state over by checkpoint::save and checkpoint::load";
+
+std::vector<int64_t> slice_shape(const UnitLayout& layout, size_t index, int rank) {
+  std::vector<int64_t> shape = layout.parameters[index].shape;
+  const int64_t rows = rows_of(layout, index, rank).second;
+  if (!shape.empty()) {
+    shape[0] = rows;
+  } else if (rows == 0) {
+    shape = {0};
+  }
+  return shape;
+}
+
+}  // namespace
+
+SliceGuards::SliceGuards(const torch::nn::Module& module, const UnitTensors& tensors, const ShardedStep& step)
+    : module_(module), tensors_(tensors), step_(step) {}
+
+void SliceGuards::before(const c10::FunctionSchema& schema, Arguments arguments, bool in_call) {
+  refuse_local_norms(schema, arguments);
+  refuse_flat_gradients(schema, arguments);
+  refuse_whole_state(schema, arguments, in_call);
+  refuse_draws(schema, arguments);
+}
+
+/// clip_grad_norm_ of libtorch takes a norm of each gradient, or the largest absolute value.
+void SliceGuards::refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments) {
+  const bool absolute = std::exchange(absolute_, false);
+  const std::string& name = schema.name();
+  const bool norm = name == "aten::norm" || name == "aten::linalg_vector_norm" || name == "aten::_foreach_norm";
+  const bool largest = absolute && name == "aten::max" && arguments.size() == 1;
+  if (!norm && name != "aten::abs" && !largest) return;
+  if (!tensors_.are_cut() || !step_.looped() || arguments.empty()) return;
+  if (name == "aten::abs") {
+    absolute_ = tensors_.is_gradient(arguments[0]);
+    return;
+  }
+  require(
+      !largest && !tensors_.is_gradient(arguments[0]), "fully_shard: ", name,
+      " was given a gradient, of which this rank has a slice: a norm of slices, such as torch::nn::utils::clip_grad_norm_ takes, is another on each rank; call "
+      "tessera::clip_grad_norm(sharded, max_norm), which sums over the ranks and returns the norm");
+}
+
+/// torch::optim::LBFGS lays all gradients end to end and takes dot products of that.
+void SliceGuards::refuse_flat_gradients(const c10::FunctionSchema& schema, Arguments arguments) const {
+  if (schema.name() != "aten::cat" || !tensors_.are_cut() || !step_.looped()) return;
+  const std::vector<at::Tensor> list = arguments[0].toTensorVector();
+  int64_t elements = 0, given = 0;
+  for (const auto& item : tensors_.parameters()) elements += item.first->grad().defined() ? item.first->grad().numel() : 0;
+  for (const at::Tensor& part : list) given += tensors_.is_gradient(part) ? part.numel() : 0;  // of parameters without a gradient it makes zeros
+  const bool all = elements > 0 && given >= elements;
+  require(!all,
+          "fully_shard: aten::cat was given the gradients of all parameters, of which this rank has slices: torch::optim::LBFGS, and whoever takes products of "
+          "whole gradients, would go in a direction and by steps of its own on each rank; use an optimizer that goes element by element (Adam, AdamW, SGD, "
+          "Adagrad, RMSprop), or DistributedDataParallel with a closure that returns the loss of all ranks; for a copy of this rank's slices clone them first");
+}
+
+/// libtorch's optimizers begin with their state: they add a gradient to it, or with weight decay the sum of a gradient and its parameter. State that was made
+/// of whole parameters would end in a word about two sizes, or, where a slice of one row fits them, in sums that nobody meant.
+void SliceGuards::refuse_whole_state(const c10::FunctionSchema& schema, Arguments arguments, bool in_call) const {
+  const std::string& name = schema.name();
+  if ((name != "aten::add_" && name != "aten::addcmul_") || at::GradMode::is_enabled() || in_call || !tensors_.are_cut()) return;
+  if (!arguments[0].isTensor() || !arguments[1].isTensor()) return;
+  const at::Tensor &state = arguments[0].toTensor(), &added = arguments[1].toTensor();
+  if (state.sizes() == added.sizes() || tensors_.find_memory(state) || tensors_.find_memory(added)) return;
+  const bool fits = at::is_expandable_to(added.sizes(), state.sizes());
+  for (const auto& [parameter, place] : tensors_.parameters()) {
+    const at::IntArrayRef whole = tensors_.whole_sizes(place), slice = tensors_.slice_sizes(place);
+    if (state.sizes() != whole || added.sizes() != slice) continue;
+    const at::Tensor& gradient = parameter->grad();
+    if (fits && !(gradient.defined() && gradient.is_alias_of(added))) continue;
+    throw ConfigError(detail::concat("fully_shard: ", name, " adds this rank's slice ", slice, " of the gradient of '", tensors_.name(place),
+                                     "' to what has the whole's shape, ", whole, ": ", kWholeState));
+  }
+}
+
+/// torch::nn::init::orthogonal_ draws beside its parameter, and copies what it made of that.
+bool SliceGuards::copies_drawn(const c10::FunctionSchema& schema, Arguments arguments) {
+  if (schema.name() == "aten::linalg_qr" && !at::GradMode::is_enabled()) factored_ = arguments[0].toTensor().numel();
+  if (schema.name() != "aten::copy_" || factored_ == 0) return false;
+  return std::exchange(factored_, 0) == arguments[0].toTensor().numel();
+}
+
+/// Every rank would draw its own rows from the start of one sequence: not the values of one process, and the same rows again where ranks are seeded alike.
+void SliceGuards::refuse_draws(const c10::FunctionSchema& schema, Arguments arguments) {
+  const bool copied = copies_drawn(schema, arguments);
+  if ((!copied && !draws_in_place(schema.name())) || !tensors_.are_cut()) return;
+  const at::Tensor& drawn = arguments[0].toTensor();
+  const UnitPlace* const parameter = tensors_.parameter(drawn);
+  const std::optional<UnitPlace> place = copied ? tensors_.find_memory(drawn) : parameter ? std::optional(*parameter) : std::nullopt;
+  require(!place || drawn.is_meta(), "fully_shard: ", copied ? "an orthogonal matrix of this rank's own (torch::nn::init::orthogonal_)" : schema.name(),
+          copied ? " was copied into '" : " was given '", place ? tensors_.name(*place) : "",
+          "', of which each rank has a slice, and would draw other values than one process does, the same ones on ranks that are seeded alike; initialize in "
+          "on_meta (its second argument, nn::set_init) and materialize, or before fully_shard, or after unshard",
+          copied ? "" : ". For this rank's rows alone draw into parameter.detach()");
+}
+
+/// Whether an operator that is no layer takes `handle` beside values of another shape, as a forward does and an optimizer in a loop does not.
+bool SliceGuards::stretches(Arguments arguments, const at::Tensor& handle) const {
+  if (!tensors_.are_cut() || (!at::GradMode::is_enabled() && module_.is_training())) return false;
+  return std::ranges::any_of(arguments, [&](const c10::IValue& argument) {
+    if (!argument.isTensor() || !argument.toTensor().defined()) return false;
+    const at::Tensor& other = argument.toTensor();
+    return other.is_floating_point() && other.numel() > 1 && other.sizes() != handle.sizes();
+  });
+}
+
+/// A handle on a slice (detach(), data()) is what its maker asked for; a layer over it is not.
+void SliceGuards::refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments, const std::vector<at::Tensor>& handles) const {
+  for (const at::Tensor& handle : handles) {
+    if (!is_layer(schema.name()) && !stretches(arguments, handle)) continue;
+    const std::optional<UnitPlace> place = tensors_.find_slice(handle);
+    require(!place, "fully_shard: ", schema.name(), " was given a handle (detach(), data()) on '", place ? tensors_.name(*place) : "",
+            "' that was made outside of a forward, when the parameter was this rank's slice; make it in forward, behind an operator with the module's input, "
+            "or, where one module's parameters update another's between steps (a moving average), wrap each of the two by a fully_shard of its own");
+  }
+}
+
+/// What runs without gradients may be the inside of a torch::autograd::Function. Then autograd has taken down already of what shape its gradient will be.
+void SliceGuards::refuse_functions_over_slices(const std::vector<SeenSlice>& seen) const {
+  for (const auto& [tensor, place, argument] : seen) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(tensor);
+    if (!accumulator || tensors_.has_all_rows(place)) continue;
+    const at::IntArrayRef slice = tensors_.slice_sizes(place);
+    const auto noted = accumulator->input_metadata(0).shape_as_dim_vector();
+    require(noted != c10::fromIntArrayRefSlow(slice), "fully_shard: '", tensors_.name(place),
+            "' was given to a torch::autograd::Function when it was this rank's slice ", slice, " of ", tensors_.whole_sizes(place),
+            ", before any operator of the forward; let an operator use it, or the module's input with it, before");
+  }
+}
+
+/// Two slices of parameters (a teacher's that follows a student's) may be other rows of theirs, even where their shapes agree.
+void SliceGuards::refuse_other_rows(const c10::FunctionSchema& schema, Arguments arguments) const {
+  if (!tensors_.are_cut()) return;
+  std::optional<UnitPlace> first;
+  for (const c10::IValue& argument : arguments) {
+    const auto place = argument.isTensor() ? tensors_.find_slice(argument.toTensor()) : std::nullopt;
+    if (!place) continue;
+    require(
+        !first || tensors_.same_rows(*first, *place), "fully_shard: ", schema.name(), " was given the slices of '", first ? tensors_.name(*first) : "",
+        "' and '", tensors_.name(*place),
+        "', which are other rows on some rank, for the units that they lie in differ; let the modules whose parameters follow each other be units of the same "
+        "parameters (wrap), or wrap each by a fully_shard of its own");
+    if (!first) first = place;
+  }
+}
+
+/// An optimizer would say that two sizes differ, and not why.
+void SliceGuards::refuse_whole_gradients(Arguments arguments) const {
+  for (const c10::IValue& argument : arguments) {
+    const auto place = argument.isTensor() ? tensors_.find_slice(argument.toTensor()) : std::nullopt;
+    if (!place) continue;
+    const nn::NamedParameter& parameter = tensors_.named(*place);
+    refuse_whole_gradient(parameter, parameter.tensor.grad(), tensors_.slice_sizes(*place));
+  }
+}
+
+/// A module that sets its own parameter in forward (data-dependent initialization) has values for all of it, and this rank has some rows; and in a call it
+/// writes what is gathered, which is thrown away.
+void SliceGuards::refuse_whole_values(const c10::FunctionSchema& schema, Arguments arguments, bool in_call) const {
+  if (!tensors_.are_cut() || !writes(schema) || schema.name() == "aten::set_") return;  // set_ gives other memory, which is taken in
+  constexpr const char* between_steps =
+      "between steps write this rank's rows (nn::slice_of), or the whole before fully_shard or after unshard; where one module's parameters update another's "
+      "(a moving average), wrap each of the two by a fully_shard of its own, so that like parameters have like rows; ";
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!arguments[i].isTensor() || !writes(schema, i)) continue;
+    const std::optional<UnitPlace> whole = tensors_.find_whole(arguments[i].toTensor());
+    const std::optional<UnitPlace> place = whole ? whole : tensors_.find_slice(arguments[i].toTensor());
+    if (!place || tensors_.has_all_rows(*place)) continue;
+    const at::IntArrayRef shape = tensors_.whole_sizes(*place);
+    const bool of_all = std::ranges::any_of(arguments, [&](const c10::IValue& argument) {
+      return argument.isTensor() && argument.toTensor().defined() && argument.toTensor().sizes() == shape && !tensors_.find_memory(argument.toTensor());
+    });
+    require(!of_all || schema.name() != "aten::addcdiv_", "fully_shard: ", schema.name(), " writes '", tensors_.name(*place),
+            "', of which this rank has a slice, from ", kWholeState);
+    require(!of_all && !(whole && in_call), "fully_shard: ", schema.name(), " writes '", tensors_.name(*place), "' of shape ", shape,
+            ", of which this rank has the slice ", tensors_.slice_sizes(*place), ": ", in_call ? "" : between_steps,
+            "a module that sets its own parameters in forward (data-dependent initialization) is given its first batch before fully_shard");
+  }
+}
+
+/// Of one that writes nothing, beside a whole parameter of which some rank's slice fits the whole as well (one row): what has the shape of any rank's slice may
+/// be meant for either there. Whether it is refused goes by the shapes of all ranks' slices, not by what fits here, so that ranks with rows of their own
+/// number each refuse their slice.
+void SliceGuards::refuse_fitting_both(const c10::FunctionSchema& schema, const UnitPlace& place, const std::vector<at::Tensor>& others) const {
+  if (!tensors_.are_cut()) return;
+  const UnitLayout& layout = tensors_.flat(place).layout();
+  const std::vector<int64_t>& whole = layout.parameters[place.index].shape;
+  std::vector<std::vector<int64_t>> slices;
+  for (int rank = 0; rank < layout.ranks; ++rank) slices.push_back(slice_shape(layout, place.index, rank));
+  std::erase(slices, whole);
+  const auto fits = std::ranges::find_if(slices, [&](const std::vector<int64_t>& slice) { return at::is_expandable_to(slice, whole); });
+  if (fits == slices.end()) return;
+  for (const at::Tensor& other : others) {
+    require(tensors_.is_gradient(other) || std::ranges::find(slices, other.sizes().vec()) == slices.end(), "fully_shard: within a forward, without gradients, ",
+            schema.name(), " was given '", tensors_.name(place), "' of shape ", at::IntArrayRef(whole), " beside a tensor of shape ", other.sizes(),
+            ", which is that of one rank's slice, too, and a slice of shape ", at::IntArrayRef(*fits),
+            " fits the whole as well: nobody can tell which of the two is meant. For the whole, give the tensor the whole's shape "
+            "(other.expand(weight.sizes())); for slices, compute behind the backward pass, or outside of a forward");
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <vector>
+
+#include <ATen/core/function_schema.h>
+#include <ATen/core/ivalue.h>
+#include <torch/nn/module.h>
+
+#include "tessera/fsdp/sharded_step.h"
+#include "tessera/fsdp/unit_tensors.h"
+
+namespace tessera {
+
+/// A parameter that shows its slice, among an operator's arguments.
+struct SeenSlice {
+  at::Tensor tensor;
+  UnitPlace place;
+  size_t argument;
+};
+
+/// What is right with whole parameters, gradients and state, and with this rank's slices of them is another number on each rank: refused by name (ConfigError),
+/// with the line to change. Changes nothing and starts no collective; whether something is refused is the same on every rank that is given it.
+class SliceGuards {
+ public:
+  using Arguments = at::ArrayRef<c10::IValue>;
+
+  SliceGuards(const torch::nn::Module& module, const UnitTensors& tensors, const ShardedStep& step);
+
+  /// Of any operator outside of backward passes: libtorch's clip_grad_norm_ and LBFGS, an optimizer's state of whole parameters, what fills slices with random
+  /// numbers. `in_call`: within a module's call.
+  void before(const c10::FunctionSchema& schema, Arguments arguments, bool in_call);
+
+  void refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments, const std::vector<at::Tensor>& handles) const;
+  void refuse_functions_over_slices(const std::vector<SeenSlice>& seen) const;
+  void refuse_other_rows(const c10::FunctionSchema& schema, Arguments arguments) const;
+  void refuse_whole_gradients(Arguments arguments) const;
+  void refuse_whole_values(const c10::FunctionSchema& schema, Arguments arguments, bool in_call) const;
+  void refuse_fitting_both(const c10::FunctionSchema& schema, const UnitPlace& place, const std::vector<at::Tensor>& others) const;
+
+ private:
+  void refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments);
+  void refuse_flat_gradients(const c10::FunctionSchema& schema, Arguments arguments) const;
+  void refuse_whole_state(const c10::FunctionSchema& schema, Arguments arguments, bool in_call) const;
+  bool copies_drawn(const c10::FunctionSchema& schema, Arguments arguments);
+  void refuse_draws(const c10::FunctionSchema& schema, Arguments arguments);
+  bool stretches(Arguments arguments, const at::Tensor& handle) const;
+
+  const torch::nn::Module& module_;
+  const UnitTensors& tensors_;
+  const ShardedStep& step_;
+  int64_t factored_ = 0;   ///< elements of what was made orthogonal last, until something is copied
+  bool absolute_ = false;  ///< the operator before took absolute values of a gradient
+};
+
+}  // namespace tessera

@@ -1,0 +1,99 @@
+#include "tessera/fsdp/unit_tensors.h"
+
+#include <algorithm>
+
+namespace tessera {
+
+UnitTensors::UnitTensors(const ShardedUnits& units) : units_(units) {
+  find_storages();
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    for (size_t flat = 0; flat < units.flats(unit).size(); ++flat) {
+      const FlatParameters& parameters = units.flats(unit)[flat];
+      for (size_t index = 0; index < parameters.parameters().size(); ++index) {
+        parameters_.emplace(parameters.parameters()[index].tensor.unsafeGetTensorImpl(), UnitPlace{unit, flat, index});
+      }
+    }
+  }
+}
+
+void UnitTensors::find_storages() {
+  storages_.clear();
+  storages_of_ = units_.times_taken_in();
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    for (size_t flat = 0; flat < units_.flats(unit).size(); ++flat) {
+      const FlatParameters& parameters = units_.flats(unit)[flat];
+      storages_.emplace(parameters.whole_storage(), Storage{{unit, flat, 0}, true});
+      for (size_t index = 0; index < parameters.parameters().size(); ++index) {
+        storages_.emplace(parameters.slice_storage(index), Storage{{unit, flat, index}, false});
+      }
+    }
+  }
+}
+
+void UnitTensors::refresh() {
+  if (storages_of_ != units_.times_taken_in()) find_storages();
+}
+
+const UnitTensors::Storage* UnitTensors::storage_of(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  const auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
+  return found == storages_.end() ? nullptr : &found->second;
+}
+
+const UnitPlace* UnitTensors::parameter(const at::Tensor& tensor) const {
+  const auto found = parameters_.find(tensor.unsafeGetTensorImpl());
+  return found == parameters_.end() ? nullptr : &found->second;
+}
+
+std::optional<UnitPlace> UnitTensors::find_slice(const at::Tensor& tensor) const {
+  const Storage* const storage = storage_of(tensor);
+  if (!storage || storage->whole || tensor.storage_offset() != 0 || tensor.sizes() != slice_sizes(storage->place)) return std::nullopt;
+  return storage->place;
+}
+
+std::optional<UnitPlace> UnitTensors::find_whole(const at::Tensor& tensor) const {
+  const Storage* const storage = storage_of(tensor);
+  if (!storage || !storage->whole) return std::nullopt;
+  const auto index = flat(storage->place).find_whole(tensor);
+  return index ? std::optional(UnitPlace{storage->place.unit, storage->place.flat, *index}) : std::nullopt;
+}
+
+std::optional<UnitPlace> UnitTensors::find_memory(const at::Tensor& tensor) const {
+  const Storage* const storage = storage_of(tensor);
+  if (!storage) return std::nullopt;
+  return storage->whole ? find_whole(tensor) : std::optional(storage->place);
+}
+
+bool UnitTensors::is_gradient(const c10::IValue& value) const {
+  const auto is = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage()) return false;
+    return std::ranges::any_of(parameters_, [&](const auto& item) {
+      const at::Tensor& gradient = item.first->grad();
+      return gradient.defined() && gradient.has_storage() && gradient.storage().is_alias_of(tensor.storage());
+    });
+  };
+  if (value.isTensor()) return is(value.toTensor());
+  if (!value.isTensorList()) return false;
+  const std::vector<at::Tensor> list = value.toTensorVector();
+  return std::ranges::any_of(list, is);
+}
+
+bool UnitTensors::is_on_one_rank(const UnitPlace& place) const {
+  const UnitLayout& layout = flat(place).layout();
+  const int64_t numel = layout.parameters[place.index].numel;
+  if (!units_.are_cut() || numel == 0) return false;
+  for (int rank = 0; rank < layout.ranks; ++rank) {
+    if (elements_of(layout, place.index, rank) == numel) return true;
+  }
+  return false;
+}
+
+bool UnitTensors::same_rows(const UnitPlace& a, const UnitPlace& b) const {
+  const UnitLayout &of_a = flat(a).layout(), &of_b = flat(b).layout();
+  for (int rank = 0; rank < of_a.ranks; ++rank) {
+    if (rows_of(of_a, a.index, rank) != rows_of(of_b, b.index, rank)) return false;
+  }
+  return true;
+}
+
+}  // namespace tessera

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include "tessera/fsdp/sharded_units.h"
+
+namespace tessera {
+
+/// Whose memory a tensor is: a unit's wholes, of which all views share one storage, or one parameter's slice. A parameter is known by its TensorImpl, too,
+/// which shows either.
+class UnitTensors {
+ public:
+  struct Storage {
+    UnitPlace place;  ///< of wholes: the unit and the flat
+    bool whole;
+  };
+  using Parameters = std::unordered_map<const c10::TensorImpl*, UnitPlace>;
+
+  explicit UnitTensors(const ShardedUnits& units);
+
+  /// Looks anew where the units have taken in other memory since.
+  void refresh();
+
+  const Storage* storage_of(const at::Tensor& tensor) const;
+  const UnitPlace* parameter(const at::Tensor& tensor) const;
+  const Parameters& parameters() const { return parameters_; }
+
+  /// Which parameter's slice `tensor` is, or is a handle on.
+  std::optional<UnitPlace> find_slice(const at::Tensor& tensor) const;
+  /// The parameter that `tensor` is, or is an alias of (data(), which optimizers take), while parameters show their whole shapes.
+  std::optional<UnitPlace> find_whole(const at::Tensor& tensor) const;
+  /// Which parameter `tensor` lies in, be it the slice, in whatever shape, or the whole.
+  std::optional<UnitPlace> find_memory(const at::Tensor& tensor) const;
+  /// Whether it is the gradient of a parameter, or a view of one, or a list with one.
+  bool is_gradient(const c10::IValue& value) const;
+
+  bool are_cut() const { return units_.are_cut(); }
+  const FlatParameters& flat(const UnitPlace& place) const { return units_.flats(place.unit)[place.flat]; }
+  const nn::NamedParameter& named(const UnitPlace& place) const { return flat(place).parameters()[place.index]; }
+  const std::string& name(const UnitPlace& place) const { return named(place).name; }
+  at::IntArrayRef whole_sizes(const UnitPlace& place) const { return flat(place).layout().parameters[place.index].shape; }
+  at::IntArrayRef slice_sizes(const UnitPlace& place) const { return flat(place).slice_sizes(place.index); }
+  /// On this rank.
+  bool has_all_rows(const UnitPlace& place) const { return slice_sizes(place) == whole_sizes(place); }
+  /// Whether some rank has all of it: that one cannot tell its slice from the whole.
+  bool is_on_one_rank(const UnitPlace& place) const;
+  /// On every rank.
+  bool same_rows(const UnitPlace& a, const UnitPlace& b) const;
+
+ private:
+  void find_storages();
+
+  const ShardedUnits& units_;
+  std::unordered_map<const c10::StorageImpl*, Storage> storages_;
+  int64_t storages_of_ = 0;  ///< ShardedUnits::times_taken_in
+  Parameters parameters_;
+};
+
+}  // namespace tessera
