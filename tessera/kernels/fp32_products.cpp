@@ -10,13 +10,13 @@
 #endif
 
 #include <ATen/core/Tensor.h>
-#include <ATen/cpu/Utils.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 
 #include "tessera/core/ambient.h"
 #include "tessera/core/error.h"
+#include "tessera/kernels/processor.h"
 #include "tessera/kernels/replace_operators.h"
 
 // The operators of libtorch get kernels of ours, which hand everything on to libtorch's own unless a guard says otherwise: so what autograd, counters of FLOPs,
@@ -49,12 +49,6 @@ std::string maker_of_processor() {
 #else
   return {};
 #endif
-}
-
-bool has_avx512() {
-  const auto capabilities = at::cpu::get_cpu_capabilities();
-  const auto found = capabilities.find("avx512_f");
-  return found != capabilities.end() && found->second.isBool() && found->second.toBool();
 }
 
 std::string variable_of(const char* name) {
@@ -130,7 +124,7 @@ CpuProducts CpuProducts::from(std::string_view maker, bool avx512, std::string_v
 const CpuProducts& cpu_products() {
   static const CpuProducts products = [] {
     const std::string older = variable_of("DNNL_MAX_CPU_ISA"), isa = variable_of("ONEDNN_MAX_CPU_ISA");
-    return CpuProducts::from(maker_of_processor(), has_avx512(), isa.empty() ? older : isa, variable_of("TESSERA_CPU_PRODUCTS"));
+    return CpuProducts::from(maker_of_processor(), processor_has("avx512_f"), isa.empty() ? older : isa, variable_of("TESSERA_CPU_PRODUCTS"));
   }();
   return products;
 }

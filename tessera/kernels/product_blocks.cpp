@@ -5,13 +5,13 @@
 #include <numeric>
 
 #include <ATen/Context.h>
-#include <ATen/cpu/Utils.h>
 #include <torch/library.h>
 
 #include "tessera/core/parallel.h"
 #include "tessera/kernels/block_product.h"
 #include "tessera/kernels/cpu/loops.h"
 #include "tessera/kernels/operator.h"
+#include "tessera/kernels/processor.h"
 #include "tessera/kernels/products.h"
 
 // A task is 64 columns of one group's result (of a weight's gradient: 64 rows). Its part of the weight is put into the products' order once, for all rows of
@@ -165,12 +165,6 @@ at::Tensor within(const at::Tensor& left_, const at::Tensor& right_, at::IntArra
   return out;
 }
 
-bool has_avx512() {
-  const auto capabilities = at::cpu::get_cpu_capabilities();
-  const auto found = capabilities.find("avx512_f");
-  return found != capabilities.end() && found->second.isBool() && found->second.toBool();
-}
-
 /// Whether oneDNN was built with, and allowed, what it takes: libtorch says so by throwing.
 bool multiplies_bf16_blocks() {
   static const bool multiplies = [] {
@@ -201,7 +195,7 @@ TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) {
 
 bool multiplies_blocks(const at::Tensor& tensor) {
   if (!tensor.is_cpu() && !tensor.is_meta()) return false;
-  static const bool avx512 = has_avx512();
+  static const bool avx512 = processor_has("avx512_f");
   if (!avx512 || !is_supported(tensor.scalar_type()) || is_widened(tensor)) return false;
   return tensor.scalar_type() == at::kFloat || (at::globalContext().userEnabledMkldnn() && multiplies_bf16_blocks());
 }

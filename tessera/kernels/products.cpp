@@ -7,7 +7,6 @@
 #include <optional>
 #include <utility>
 
-#include <ATen/cpu/Utils.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
@@ -15,6 +14,7 @@
 #include "tessera/core/ambient.h"
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
+#include "tessera/kernels/processor.h"
 #include "tessera/kernels/routines.h"
 
 // Casts around a product would do the same arithmetic, but autograd would keep the wide operands for backward. Here a function of its own keeps the narrow ones
@@ -35,11 +35,9 @@ std::string variable(const char* name) {
 
 /// The bf16 products that the processor has: of x86 vectors, of its tiles, of Arm.
 std::string instructions() {
-  const auto capabilities = at::cpu::get_cpu_capabilities();
   std::string found;
   for (const char* name : {"amx_bf16", "avx512_bf16", "bf16"}) {
-    const auto entry = capabilities.find(name);
-    if (entry != capabilities.end() && entry->second.isBool() && entry->second.toBool()) found += (found.empty() ? "" : ", ") + std::string(name);
+    if (processor_has(name)) found += (found.empty() ? "" : ", ") + std::string(name);
   }
   return found;
 }
