@@ -66,11 +66,11 @@ class Packer {
 
   void add(const Files& files) {
     for (size_t i = 0; i < files.size(); ++i) {
-      if (i > 0 && tokenizer_.eos() && documents_ == Documents::None) writer_.add(std::array{*tokenizer_.eos()});
       const bool in_parts = documents_ == Documents::Lines || documents_ == Documents::Paragraphs;
       const int64_t bytes = in_parts ? add_parts(files[i]) : add_whole(files[i]);
       require(bytes > 0, knob_, ": ", files[i].string(), ": holds no text and gives 0 windows; name a text");
       writer_.add_text_bytes(bytes);
+      if (documents_ == Documents::None) end_document(/*separate=*/i + 1 < files.size());
     }
   }
 
@@ -131,10 +131,11 @@ class Packer {
 
   void begin_document() {
     if (bos_) writer_.add(std::array{tokenizer_.bos().value()});
+    writer_.begin_text();
   }
 
-  void end_document() {
-    if (tokenizer_.eos()) writer_.add(std::array{*tokenizer_.eos()});
+  void end_document(bool separate = true) {
+    if (separate && tokenizer_.eos()) writer_.add(std::array{*tokenizer_.eos()});
     writer_.end_document();
   }
 
@@ -277,7 +278,8 @@ Corpus::Corpus(std::filesystem::path path, std::unique_ptr<MappedFile> file) : p
   id_bytes_ = header.id_bytes;
   const std::byte* payload = file_->bytes().data() + sizeof header;
   token_bytes_ = reinterpret_cast<const uint32_t*>(payload);
-  ids_ = payload + header.vocab_size * sizeof(uint32_t);
+  first_token_bytes_ = token_bytes_ + header.vocab_size;
+  ids_ = payload + header.ids_begin();
   documents_ = static_cast<Documents>(header.documents_as);
   bos_ = header.bos == 1;
   uint64_t last = 0;
@@ -327,6 +329,14 @@ double Corpus::bytes(int64_t first, int64_t count) const {
     read(first + done, n, ids.data());
     for (int64_t i = 0; i < n; ++i) sum += token_bytes_[ids[i]];
     done += n;
+  }
+  const int64_t end = first + count;
+  for (auto i = static_cast<size_t>(std::ranges::upper_bound(document_ends_, first) - document_ends_.begin()); i < document_ends_.size(); ++i) {
+    const int64_t begin = text_begin(i);
+    if (begin >= end) break;
+    if (begin < first || begin >= document_ends_[i]) continue;  // it began before, or holds nothing
+    read(begin, 1, ids.data());
+    sum += static_cast<int64_t>(first_token_bytes_[ids[0]]) - static_cast<int64_t>(token_bytes_[ids[0]]);
   }
   return piece_bytes_ > 0 ? static_cast<double>(sum) * (static_cast<double>(text_bytes_) / static_cast<double>(piece_bytes_)) : 0;
 }

@@ -66,22 +66,26 @@ class Corpus {
   void read_ahead(int64_t first, int64_t count) const;
 
   /// Bytes of text that ids first .. first + count - 1 stand for. Exact where the tokenizer is lossless (Tokenizer::decode); else text_bytes() shared out over
-  /// the tokens in proportion to their own lengths.
+  /// the tokens in proportion to their own lengths. A space that the tokenizer puts in front of each document, or file, is none of these bytes.
   double bytes(int64_t first, int64_t count) const;
 
  private:
+  /// Where document `document`, or file, begins: behind its beginning-of-text id.
+  int64_t text_begin(size_t document) const { return (document > 0 ? document_ends_[document - 1] : 0) + (bos_ ? 1 : 0); }
+
   Corpus(std::filesystem::path path, std::unique_ptr<MappedFile> file);
 
   std::filesystem::path path_;
   std::unique_ptr<MappedFile> file_;
   std::string tokenizer_, content_;
-  int64_t tokens_ = 0, vocab_size_ = 0, text_bytes_ = 0, piece_bytes_ = 0;  // piece_bytes: sum of token_bytes over all ids
+  int64_t tokens_ = 0, vocab_size_ = 0, text_bytes_ = 0, piece_bytes_ = 0;  // piece_bytes: of the ids, as bytes() sums them
   int64_t id_bytes_ = 2;
-  const uint32_t* token_bytes_ = nullptr;
+  const uint32_t* token_bytes_ = nullptr;        // by id
+  const uint32_t* first_token_bytes_ = nullptr;  // of one that a document, or file, begins with
   const std::byte* ids_ = nullptr;
   Documents documents_ = Documents::None;
   bool bos_ = false;
-  std::vector<int64_t> document_ends_;
+  std::vector<int64_t> document_ends_;  // of files where documents are not told apart
   mutable std::mutex packing_;
   mutable std::map<int64_t, std::shared_ptr<const PackedWindows>> packed_;  ///< by seq_len
 };

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "tessera/core/error.h"
 #include "tessera/core/system_reason.h"
@@ -62,7 +63,7 @@ CorpusHeader check_corpus(const std::filesystem::path& file, std::span<const std
     require(hash_bytes(payload + begin, size) == expected, name, ": damaged between offsets ", sizeof header + begin, " and ", sizeof header + begin + size,
             way_out);
     // While the block is in the cache. Ids are looked up in tables of vocab_size rows.
-    const uint64_t first_id = std::max(begin, header.vocab_size * sizeof(uint32_t)), end = std::max(std::min(begin + size, header.ids_end()), first_id);
+    const uint64_t first_id = std::max(begin, header.ids_begin()), end = std::max(std::min(begin + size, header.ids_end()), first_id);
     const uint64_t outside = header.id_bytes == 2 ? find_outside<uint16_t>(payload, first_id, end, header.vocab_size)
                                                   : find_outside<uint32_t>(payload, first_id, end, header.vocab_size);
     require(outside == end, name, ": the id at offset ", sizeof header + outside, " is outside of the vocabulary of ", header.vocab_size, way_out);
@@ -85,7 +86,11 @@ bool begins_corpus(std::string_view begin) {
 
 CorpusWriter::CorpusWriter(const std::filesystem::path& path, const Tokenizer& tokenizer, const std::string& content, const std::string& knob,
                            Documents documents, bool bos)
-    : path_(path), knob_(knob), out_(path, std::ios::binary | std::ios::trunc), token_bytes_(tokenizer.token_bytes()) {
+    : path_(path),
+      knob_(knob),
+      out_(path, std::ios::binary | std::ios::trunc),
+      token_bytes_(tokenizer.token_bytes()),
+      first_token_bytes_(tokenizer.first_token_bytes()) {
   if (!out_.good()) fail_to_write(path.string() + ": cannot be written", errno, "choose another " + knob);
   invariant(tokenizer.fingerprint().size() < sizeof header_.tokenizer && content.size() < sizeof header_.content, "fingerprints outgrew the corpus header");
   header_.vocab_size = static_cast<uint64_t>(tokenizer.vocab_size());
@@ -97,10 +102,11 @@ CorpusWriter::CorpusWriter(const std::filesystem::path& path, const Tokenizer& t
   const std::vector<char> room(sizeof(CorpusHeader));
   put(room.data(), room.size());
   write(token_bytes_.data(), token_bytes_.size_bytes());
+  write(first_token_bytes_.data(), first_token_bytes_.size_bytes());
 }
 
 void CorpusWriter::add(std::span<const int32_t> ids) {
-  for (int32_t id : ids) header_.piece_bytes += token_bytes_[id];
+  for (int32_t id : ids) header_.piece_bytes += (std::exchange(begins_text_, false) ? first_token_bytes_ : token_bytes_)[id];
   header_.tokens += ids.size();
   if (header_.id_bytes == 4) return write(ids.data(), ids.size_bytes());
   narrow_.resize(ids.size() * sizeof(uint16_t));

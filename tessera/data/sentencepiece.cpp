@@ -39,6 +39,7 @@ struct Model {
   SentencePieceProcessor processor;
   std::vector<std::string> text;      // of each id
   std::vector<uint32_t> token_bytes;  // text[id].size()
+  std::vector<uint32_t> first_token_bytes;
   std::array<int32_t, 256> byte_ids;
   bool has_bytes = true;                          // any byte can be spelled
   bool plain = false;                             // every character stays what it is; only a space in front of the text may be added
@@ -106,6 +107,15 @@ struct Model {
       return halves == ids(line + "\nb");
     };
     cut_at_newline = cut_at_words || (!before_newline && (newline_known || newline.empty()) && comes_apart("a") && comes_apart("a "));
+  }
+
+  /// Of models that change their text, too: what they put in front is not in it either.
+  void count_first_bytes() {
+    const std::vector<int32_t> letter = ids("a");
+    const auto begins_with_space = [&](int32_t id) { return !processor.IsUnknown(id) && text[id].starts_with(' '); };
+    const bool space_in_front = !letter.empty() && begins_with_space(letter.front());
+    first_token_bytes = token_bytes;
+    for (int32_t id = 0; space_in_front && id < static_cast<int32_t>(text.size()); ++id) first_token_bytes[id] -= begins_with_space(id) ? 1 : 0;
   }
 
   static size_t pair(char first, char second) { return 256 * static_cast<unsigned char>(first) + static_cast<unsigned char>(second); }
@@ -229,6 +239,7 @@ class SentencePieceTokenizer : public Tokenizer {
     try {
       if (bytes.empty() || !model_.processor.LoadFromSerializedProto(bytes).ok()) refuse("");
       model_.read_pieces(has_rules(bytes));
+      model_.count_first_bytes();
     } catch (const ConfigError&) {
       throw;
     } catch (const std::exception& error) {  // the library's own, of pieces that no model can have
@@ -256,6 +267,7 @@ class SentencePieceTokenizer : public Tokenizer {
 
   const std::string& fingerprint() const override { return fingerprint_; }
   std::span<const uint32_t> token_bytes() const override { return model_.token_bytes; }
+  std::span<const uint32_t> first_token_bytes() const override { return model_.first_token_bytes; }
 
   size_t boundary(std::string_view text, size_t from) const override {
     for (size_t at = from + 1; at < text.size(); ++at) {

@@ -54,6 +54,9 @@ class Tokenizer {
   /// Bytes of text that each id stands for, by id; 0 for control ids. What bits per byte is counted with.
   virtual std::span<const uint32_t> token_bytes() const = 0;
 
+  /// The same for an id that a text begins with: without the space that some models put in front of a text, and that is not in it.
+  virtual std::span<const uint32_t> first_token_bytes() const { return token_bytes(); }
+
   /// The first position in (from, text.size()) where the text may be cut with no effect on its ids; text.size() if there is none.
   virtual size_t boundary(std::string_view text, size_t from) const = 0;
 

@@ -165,7 +165,7 @@ TEST(Corpus, UsesTheCacheAndRebuildsADamagedOne) {
   EXPECT_EQ(std::filesystem::last_write_time(path), written);
   EXPECT_FALSE(std::filesystem::exists(path.string() + ".partial"));
 
-  for (size_t at : {size_t{0}, sizeof(CorpusHeader) + 5, good.size() - 1}) {
+  for (size_t at : {size_t{0}, offsetof(CorpusHeader, version), sizeof(CorpusHeader) + 5, good.size() - 1}) {
     std::string bad = good;
     bad[at] ^= 0x10;
     std::ofstream(path, std::ios::binary) << bad;
@@ -355,13 +355,14 @@ TEST(Corpus, RefusesWhatItsHashesCannotProve) {
     return folder.write("forged.bin", bytes);
   };
   const auto forged = [&](const auto& change) { return refusal([&] { Corpus::open(forge(change)); }); };
-  const size_t ids = sizeof(CorpusHeader) + 256 * sizeof(uint32_t);
+  constexpr size_t tables = 2 * 256 * sizeof(uint32_t), ids = sizeof(CorpusHeader) + tables;
   EXPECT_NO_THROW(Corpus::open(forge([](CorpusHeader&, char*) {})));
   EXPECT_THAT(forged([](CorpusHeader& header, char*) { header.vocab_size += uint64_t{1} << 62; }), HasSubstr("forged.bin: truncated at offset"));
   EXPECT_THAT(forged([](CorpusHeader& header, char*) { header.tokens += uint64_t{1} << 63; }), HasSubstr("forged.bin: truncated at offset"));
   EXPECT_THAT(forged([](CorpusHeader& header, char*) { std::memset(header.tokenizer, 't', sizeof header.tokenizer); }), HasSubstr("impossible header"));
   EXPECT_THAT(forged([](CorpusHeader& header, char*) { header.text_bytes = uint64_t{1} << 63; }), HasSubstr("impossible header"));
-  EXPECT_THAT(forged([](CorpusHeader&, char* payload) { payload[256 * sizeof(uint32_t) + 5] = 1; }),
+  EXPECT_THAT(forged([](CorpusHeader& header, char*) { header.version = 2; }), HasSubstr("of version 2; this program reads version 3"));
+  EXPECT_THAT(forged([](CorpusHeader&, char* payload) { payload[tables + 5] = 1; }),
               HasSubstr(detail::concat("the id at offset ", ids + 4, " is outside of the vocabulary of 256")));
 }
 

@@ -7,6 +7,7 @@
 #include <sentencepiece_processor.h>
 #include <sentencepiece_trainer.h>
 
+#include "tessera/data/sequential_loader.h"
 #include "tessera/data/tokenizer.h"
 #include "tests/data/files.h"
 
@@ -33,6 +34,13 @@ class ForeignModel : public testing::TestWithParam<Foreign> {
     ASSERT_TRUE(sentencepiece::SentencePieceTrainer::Train(settings).ok());
     ASSERT_TRUE(reference_.Load((folder_ / "foreign.model").string()).ok());
     tokenizer_ = Tokenizer::load((folder_ / "foreign.model").string());
+  }
+
+  size_t bytes_of(const std::string& text) const {
+    size_t bytes = 0;
+    const auto ids = tokenizer_->encode(text);
+    for (size_t i = 0; i < ids.size(); ++i) bytes += (i == 0 ? tokenizer_->first_token_bytes() : tokenizer_->token_bytes())[ids[i]];
+    return bytes;
   }
 
   Folder folder_;
@@ -64,6 +72,7 @@ TEST_P(ForeignModel, GivesSentencePiecesOwnIds) {
     EXPECT_EQ(tokenizer_->encode(text), std::vector<int32_t>(expected.begin(), expected.end())) << '"' << text << '"';
     if (GetParam().lossless) {
       EXPECT_EQ(tokenizer_->decode(tokenizer_->encode(text)), text);
+      EXPECT_EQ(bytes_of(text), text.size()) << '"' << text << '"';
     } else {
       EXPECT_EQ(tokenizer_->decode(tokenizer_->encode(text)), reference_.DecodeIds(expected)) << '"' << text << '"';
     }
@@ -97,6 +106,7 @@ TEST_P(ForeignModel, GivesSentencePiecesOwnIds) {
   const std::string malformed = "ring the\n caf\xe9 ring\n";
   if (GetParam().lossless) {
     EXPECT_EQ(tokenizer_->decode(tokenizer_->encode(malformed)), malformed);
+    for (const std::string& spelled : {malformed, "\xe9 " + malformed, std::string("\u2581 the")}) EXPECT_EQ(bytes_of(spelled), spelled.size());
   } else {
     EXPECT_THAT(refusal([&] { tokenizer_->encode(malformed); }), testing::HasSubstr("not valid UTF-8 at byte 13"));
     // In a part that is not the first, of a text that began before.
@@ -163,6 +173,64 @@ INSTANTIATE_TEST_SUITE_P(
                             false},
                     Foreign{"across_newlines_that_are_spaces", {{"model_type", "bpe"}, {"split_by_whitespace", "false"}}, false}),
     [](const auto& info) { return std::string(info.param.name); });
+
+/// A model with LLaMA's settings and these, whose first piece of a text begins with a space that the text has not.
+class SpaceInFront : public testing::TestWithParam<bool> {
+ protected:
+  void SetUp() override {
+    Settings settings{{"input", folder_.write("text.txt", words(600)).string()},
+                      {"model_prefix", (folder_ / "llama").string()},
+                      {"vocab_size", "400"},
+                      {"minloglevel", "2"},
+                      {"model_type", "bpe"},
+                      {"byte_fallback", "true"},
+                      {"normalization_rule_name", "identity"},
+                      {"remove_extra_whitespaces", "false"}};
+    if (!separated()) settings.insert({{"bos_id", "-1"}, {"eos_id", "-1"}});
+    ASSERT_TRUE(sentencepiece::SentencePieceTrainer::Train(settings).ok());
+    tokenizer_ = Tokenizer::load((folder_ / "llama.model").string());
+  }
+  bool separated() const { return GetParam(); }  ///< it has ids of beginning and end of text
+
+  /// Bytes that an evaluation of all targets divides by; of a stream, in one window.
+  double bytes(Documents documents, bool bos) const {
+    const auto corpus = Corpus::open_or_build({folder_ / "a.txt", folder_ / "b.txt"}, *tokenizer_, folder_ / "cache", 2, "data.files", documents, bos);
+    EXPECT_EQ(corpus->bytes(0, corpus->tokens()), static_cast<double>(corpus->text_bytes()));
+    const int64_t seq_len = documents == Documents::None ? corpus->tokens() - 1 : 64;
+    return SequentialLoader(corpus, seq_len, 2).global_bytes();
+  }
+
+  Folder folder_;
+  std::unique_ptr<Tokenizer> tokenizer_;
+};
+
+TEST_P(SpaceInFront, IsNoByteOfAnyText) {
+  const auto first = tokenizer_->encode("the ring");
+  ASSERT_EQ(tokenizer_->token_bytes()[first[0]], 4) << "a space and the word";
+  EXPECT_EQ(tokenizer_->first_token_bytes()[first[0]], 3);
+  // 37 bytes in lines of 9, 7, 6 and of 4, 5, 6. Of these bytes their first pieces have 3; none, where the space stands alone in front of what is spelled in
+  // bytes, or of a space of the text's own; 3; and 1 each where bytes come first, in front of which no space is put.
+  folder_.write("a.txt", "the ring\n\u4e2d\u6587\n the \n");
+  folder_.write("b.txt", "the\n\u2581x\n\xff the\n");
+  // What begins a document, or a stream, is no target; with the beginning-of-text id in front it is.
+  EXPECT_EQ(bytes(Documents::Lines, false), 37 - (3 + 0 + 0) - (3 + 1 + 1));
+  EXPECT_EQ(bytes(Documents::Paragraphs, false), 37 - 3 - 3);
+  EXPECT_EQ(bytes(Documents::Files, false), 37 - 3 - 3);
+  EXPECT_EQ(bytes(Documents::None, false), 37 - 3) << "the second file's first piece is a target like others";
+  for (const Documents documents : {Documents::Lines, Documents::Paragraphs, Documents::Files, Documents::None}) {
+    if (separated()) EXPECT_EQ(bytes(documents, true), 37) << to_string(documents);
+  }
+}
+
+TEST_P(SpaceInFront, IsPutInFrontOfNoPartOfOne) {
+  const std::string text = words(15000);  // more than a thread's part
+  folder_.write("a.txt", text);
+  folder_.write("b.txt", text);
+  const int64_t in_front = tokenizer_->first_token_bytes()[tokenizer_->encode(text.substr(0, text.find('\n')))[0]];
+  EXPECT_EQ(bytes(Documents::None, false), static_cast<double>(2 * static_cast<int64_t>(text.size()) - in_front));
+}
+
+INSTANTIATE_TEST_SUITE_P(Ids, SpaceInFront, testing::Bool(), [](const auto& info) { return info.param ? "separated" : "joined"; });
 
 }  // namespace
 }  // namespace tessera::data

@@ -11,7 +11,9 @@ TESSERA_FUZZ_TARGET(tokenizer_model) {
   std::unique_ptr<data::Tokenizer> tokenizer;
   if (!fuzz::accepts(path.string(), [&] { tokenizer = data::Tokenizer::load(path.string()); })) return;
   const int64_t size = tokenizer->vocab_size();
-  fuzz::expect(static_cast<int64_t>(tokenizer->token_bytes().size()) == size, "token_bytes of ", tokenizer->token_bytes().size(), " ids, there are ", size);
+  for (const auto bytes : {tokenizer->token_bytes(), tokenizer->first_token_bytes()}) {
+    fuzz::expect(static_cast<int64_t>(bytes.size()) == size, "bytes of text of ", bytes.size(), " ids, there are ", size);
+  }
   fuzz::accepts("", [&] {
     for (const std::string_view text : {"", "mira tolu\n sano  velu", "caf\xc3\xa9 \xe2\x96\x81 \xf0\x9f\x8c\xb5", "\xff\xfe\x80"}) {
       const auto ids = tokenizer->encode(text);
