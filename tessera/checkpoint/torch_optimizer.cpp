@@ -154,8 +154,8 @@ auto read(const nlohmann::json& saved, F&& f) {
 /// What an optimizer's entry says of each parameter.
 constexpr std::array kByParameter{"kinds", "update_counts", "lr"};
 
-std::filesystem::path save_all(const std::filesystem::path& dir, int64_t step, std::vector<SlicedTensor> tensors, nlohmann::json optimizer,
-                               const nlohmann::json& progress, const comm::Group& group) {
+/// `state` has its step, tensors and optimizer.
+std::filesystem::path save_all(const std::filesystem::path& dir, CheckpointState state, const nlohmann::json& progress, const comm::Group& group) {
   const auto all = gather_json(group, {{"progress", progress}, {"problem", problem_with_progress(progress)}});
   for (const auto& other : all) {  // before any is compared: what is no number arrives as null, and equals nothing
     const auto problem = other.at("problem").get<std::string>();
@@ -166,10 +166,9 @@ std::filesystem::path save_all(const std::filesystem::path& dir, int64_t step, s
             "'s, and a checkpoint has one; give all ranks the same: what is each rank's own they tell each other before (checkpoint::gather_json)");
     ++rank;
   }
-  return save(dir,
-              CheckpointState{
-                  .step = step, .tensors = std::move(tensors), .optimizer = std::move(optimizer), .progress = progress, .agreement = nlohmann::json::object()},
-              group);
+  state.progress = progress;
+  state.agreement = nlohmann::json::object();
+  return save(dir, state, group);
 }
 
 }  // namespace
@@ -200,6 +199,10 @@ nlohmann::json optimizer_json(const torch::nn::Module& model, torch::optim::Opti
   nlohmann::json all = std::move(mine);
   for (const auto& other : gather_json(group, all)) {
     for (const char* key : kByParameter) all[key].update(other.at(key));
+  }
+  // Nothing is kept of what had no update, and nothing by SGD without momentum. Of all ranks: one whose part is empty may have none of what others have.
+  for (const auto& [name, by] : all.at("kinds").items()) {
+    if (!all.at("update_counts").contains(name)) all["update_counts"][name] = 0;
   }
   return all;
 }
@@ -257,20 +260,20 @@ Restored states_from(const Manifest& manifest, const torch::nn::Module& model, c
       const auto& counts = json.at("update_counts");
       return counts.contains(parameter.name) ? std::optional(to_integer(counts.at(parameter.name))) : std::nullopt;
     });
-    if (!count && kind.from_start) continue;
     if (by != kind.name && count.value_or(0) > 0) {
       require(may_differ(partial, parameter.name), "the checkpoint's '", parameter.name, "' was updated by ", by, ", and here it is by ", kind.name,
               "; make the optimizers that were saved, or name it in LoadOptions::partial, so that its state begins anew");
       if (!kind.from_start) restored.states.push_back({.key = parameter.tensor.unsafeGetTensorImpl(), .state = nullptr, .stored = {}});
       continue;
     }
+    if (kind.from_start && (!count || by != kind.name)) continue;
     auto& [key, state, stored] = restored.states.emplace_back(parameter.tensor.unsafeGetTensorImpl(), nullptr, std::vector{"model." + parameter.name});
     for (const auto& field : kind.fields) {
       auto held = over(parameter, field.name, {});
       const bool is_stored = manifest.tensors.contains(held.slice.name);
-      require(!count || is_stored || field.option == nullptr || !field.is_on(parameter.group->options()), "the checkpoint's optimizer (", kind.name,
-              ") was saved without ", field.option, ", and has no ", field.name, " for '", parameter.name, "', which this one needs with its ", field.option,
-              "; make the optimizer with the options that were saved, or load the model alone");
+      require(count.value_or(0) == 0 || is_stored || field.option == nullptr || !field.is_on(parameter.group->options()), "the checkpoint's optimizer (",
+              kind.name, ") was saved without ", field.option, ", and has no ", field.name, " for '", parameter.name, "', which this one needs with its ",
+              field.option, "; make the optimizer with the options that were saved, or load the model alone");
       if (!count || !is_stored) continue;
       if (!state) state = kind.make();
       nn::show_part(parameter.tensor);  // behind a forward that no backward has followed it would be made as large as the whole
@@ -364,21 +367,23 @@ std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const
 
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const Optimizers& optimizers,
                            const comm::Group& group, const nlohmann::json& progress) {
-  auto tensors = training_tensors(model, nullptr);
+  CheckpointState state{.step = step, .tensors = training_tensors(model, nullptr), .optimizer = json_of(model, optimizers, group)};
   for (const auto& optimizer : optimizers) {
-    for (auto& state : optimizer_tensors(model, optimizer)) tensors.push_back(std::move(state));
+    for (auto& held : optimizer_tensors(model, optimizer)) state.tensors.push_back(std::move(held));
   }
-  return save_all(dir, step, std::move(tensors), json_of(model, optimizers, group), progress, group);
+  return save_all(dir, std::move(state), progress, group);
 }
 
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const optim::Optimizer& optimizer,
                            const comm::Group& group, const nlohmann::json& progress) {
-  return save_all(dir, step, training_tensors(model, &optimizer), optimizer_json(optimizer, group), progress, group);
+  CheckpointState state{.step = step, .optimizer = optimizer_json(optimizer, group)};
+  add_training_tensors(state, model, optimizer);
+  return save_all(dir, std::move(state), progress, group);
 }
 
 std::filesystem::path save(const std::filesystem::path& dir, int64_t step, const torch::nn::Module& model, const comm::Group& group,
                            const nlohmann::json& progress) {
-  return save_all(dir, step, training_tensors(model, nullptr), nlohmann::json::object(), progress, group);
+  return save_all(dir, {.step = step, .tensors = training_tensors(model, nullptr), .optimizer = nlohmann::json::object()}, progress, group);
 }
 
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, torch::optim::Optimizer& optimizer, const LoadOptions& options) {

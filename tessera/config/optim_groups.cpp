@@ -112,8 +112,10 @@ double default_momentum(const std::string& name) { return name == "muon" ? 0.95 
 
 double momentum_of(const OptimConfig& optim) { return optim.momentum.value_or(default_momentum(optim.name)); }
 
-void detail::validate_optim(const OptimConfig& optim, int64_t steps) {
-  require(optim.lr > 0, "optim.lr = ", optim.lr, ": expected a positive learning rate; set optim.lr, such as 3e-4");
+namespace {
+
+/// Of one optimizer.
+void check_ranges(const OptimConfig& optim) {
   for (const double beta : optim.betas) {
     require(beta >= 0 && beta < 1, "optim.betas = [", format_float(optim.betas[0]), ", ", format_float(optim.betas[1]),
             "]: expected two numbers from 0 to below 1");
@@ -122,23 +124,40 @@ void detail::validate_optim(const OptimConfig& optim, int64_t steps) {
   const double momentum = momentum_of(optim);
   require(momentum >= 0 && momentum < 1, "optim.momentum = ", momentum, ": expected a number from 0 to below 1");
   require(optim.weight_decay >= 0, "optim.weight_decay = ", optim.weight_decay, ": expected 0 or more");
-  require(optim.weight_decay * optim.lr <= 1, "optim.weight_decay = ", format_float(optim.weight_decay), ": times optim.lr = ", format_float(optim.lr),
-          " a step would take more of a weight away than there is; set a weight_decay of at most ", format_float(1 / optim.lr));
-  require(optim.max_grad_norm >= 0, "optim.max_grad_norm = ", optim.max_grad_norm, ": expected a positive norm, or 0 for no clipping");
-  require(optim.warmup_steps >= 0 && optim.warmup_steps <= steps, "optim.warmup_steps = ", optim.warmup_steps, ": expected 0 to run.steps = ", steps,
-          "; set optim.warmup_steps to less, or run.steps to more");
-  require(optim.min_lr >= 0 && optim.min_lr <= optim.lr, "optim.min_lr = ", optim.min_lr, ": expected 0 to optim.lr = ", optim.lr);
   require(optim.ns_steps >= 1 && optim.ns_steps <= 20, "optim.ns_steps = ", optim.ns_steps, ": expected 1 to 20 steps; 5 is the papers'");
-  require(optim.state_dtype == "fp32" || optim.name == "adamw" || optim.name == "lion" || optim.name == "sgd", "optim.state_dtype = ", optim.state_dtype,
-          ": optim.name = ", optim.name, " has no update with stochastic rounding; set optim.state_dtype = fp32, or optim.name = adamw, lion or sgd");
+}
+
+/// Of the section, and of each of its groups.
+template <class Check>
+void check_each(const OptimConfig& optim, Check&& check) {
+  check(optim);
   const auto groups = optim_groups(optim);
   for (size_t i = 0; i < groups.size(); ++i) {
     try {
-      validate_optim(groups[i].settings, steps);
+      check(groups[i].settings);
     } catch (const ConfigError& error) {
-      throw ConfigError(concat(named(optim.groups[i]), ": ", error.what()));
+      throw ConfigError(detail::concat(named(optim.groups[i]), ": ", error.what()));
     }
   }
+}
+
+}  // namespace
+
+void check_optimizers(const OptimConfig& config) { check_each(config, check_ranges); }
+
+void detail::validate_optim(const OptimConfig& config, int64_t steps) {
+  check_each(config, [steps](const OptimConfig& optim) {
+    require(optim.lr > 0, "optim.lr = ", optim.lr, ": expected a positive learning rate; set optim.lr, such as 3e-4");
+    check_ranges(optim);
+    require(optim.weight_decay * optim.lr <= 1, "optim.weight_decay = ", format_float(optim.weight_decay), ": times optim.lr = ", format_float(optim.lr),
+            " a step would take more of a weight away than there is; set a weight_decay of at most ", format_float(1 / optim.lr));
+    require(optim.max_grad_norm >= 0, "optim.max_grad_norm = ", optim.max_grad_norm, ": expected a positive norm, or 0 for no clipping");
+    require(optim.warmup_steps >= 0 && optim.warmup_steps <= steps, "optim.warmup_steps = ", optim.warmup_steps, ": expected 0 to run.steps = ", steps,
+            "; set optim.warmup_steps to less, or run.steps to more");
+    require(optim.min_lr >= 0 && optim.min_lr <= optim.lr, "optim.min_lr = ", optim.min_lr, ": expected 0 to optim.lr = ", optim.lr);
+    require(optim.state_dtype == "fp32" || optim.name == "adamw" || optim.name == "lion" || optim.name == "sgd", "optim.state_dtype = ", optim.state_dtype,
+            ": optim.name = ", optim.name, " has no update with stochastic rounding; set optim.state_dtype = fp32, or optim.name = adamw, lion or sgd");
+  });
 }
 
 }  // namespace tessera

@@ -19,6 +19,10 @@ struct OptimGroup {
 /// Reads `optim.groups`. Keys: lr, or lr_factor of optim.lr; weight_decay, name, betas, eps, momentum. Throws ConfigError naming the group and what is wrong.
 std::vector<OptimGroup> optim_groups(const OptimConfig& config);
 
+/// Refuses numbers that no optimizer can be made with, those of the groups too: averages, eps, momentum, decay, Newton-Schulz. Rates are a step's to say.
+/// Throws ConfigError.
+void check_optimizers(const OptimConfig& config);
+
 /// Whether `optim.name`, or a group's, is one of these.
 bool uses_optimizer(const OptimConfig& config, const std::set<std::string>& names);
 

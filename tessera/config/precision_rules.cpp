@@ -57,8 +57,8 @@ void validate_loss_scale(const Config& config) {
           ": gradients are scaled against the underflow of fp16, and neither precision.params = ", precision.params,
           " nor precision.compute = ", precision.compute, " nor precision.reduce = ", precision.reduce,
           " needs that: fp32, tf32 and bf16 have the range, fp8 products find their scales themselves; set precision.loss_scale = none");
-  require(config.comm.compression != "powersgd", "precision.loss_scale = ", scale,
-          ": comm.compression = powersgd carries what it did not send into later steps, and would never get rid of an overflow; set comm.compression = none");
+  require(config.comm.compression != "powersgd" || scale != "dynamic", "precision.loss_scale = dynamic: comm.compression = powersgd carries what it did not ",
+          "send into later steps, in the unit of a scale that moves; set a number, such as 1024, or comm.compression = none");
 }
 
 }  // namespace

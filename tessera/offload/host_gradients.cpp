@@ -23,13 +23,13 @@ HostGradients::HostGradients(std::unique_ptr<GradientSynchronizer> inner, const 
   const HostMemory beside;
   for (const auto& [name, tensor, aliases] : parameters_) {
     const at::Tensor copy = link_.empty(tensor.numel(), tensor.scalar_type()).view(tensor.sizes()).detach();
-    copy.set_requires_grad(tensor.requires_grad());
     nn::set_slice(copy, nn::slice_of(tensor));
     nn::set_updated_for(copy, nn::updated_for(tensor));
     copies_.push_back({name, copy, aliases});
     versions_.emplace_back();
     with_gradient_.push_back(0);
   }
+  follow_frozen();
   follow();
 }
 
@@ -51,9 +51,21 @@ void HostGradients::begin_step() {
   const c10::NoGradGuard no_grad;
   clear_gradients();
   inner_->begin_step();  // which takes in what a program put in a parameter's place
+  follow_frozen();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (nn::WriteMark(parameters_[i].tensor) != versions_[i].parameter) take(i);
   }
+}
+
+/// Sums of terms over ranks (nn::sum_terms) and optimizers go by what is updated, and a program freezes and unfreezes the model's parameters.
+void HostGradients::follow_frozen() const {
+  for (size_t i = 0; i < parameters_.size(); ++i) copies_[i].tensor.set_requires_grad(parameters_[i].tensor.requires_grad());
+}
+
+std::vector<nn::NamedParameter> HostGradients::updated() const {
+  (void)inner_->updated();  // which takes in what a program put in a parameter's place
+  follow_frozen();
+  return copies_;
 }
 
 void HostGradients::finish() {

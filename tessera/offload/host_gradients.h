@@ -27,8 +27,8 @@ namespace tessera {
 ///   traffic   an element's gradient out with each micro-batch, its parameter in with each step. Several data ranks: the sum in and its part out beside that
 ///
 /// `updated` is what the synchronizer inside updates. updated() are the copies, with the slices of the parameters, and are those parameters to who asks
-/// (nn::updated_for). Who writes parameters in another way is followed where their version counter tells, when a step begins; else call follow(). Works on
-/// meta.
+/// (nn::updated_for); a copy requires a gradient where its parameter does when a step begins, or updated() is asked for. Who writes parameters in another way
+/// is followed where their version counter tells, when a step begins; else call follow(). Works on meta.
 class HostGradients final : public GradientSynchronizer {
  public:
   /// `sums`: the relay of all that `inner` is made of.
@@ -43,10 +43,7 @@ class HostGradients final : public GradientSynchronizer {
   void finish() override;
   void after_update() override;
   const SynchronizationStatistics& statistics() const override { return inner_->statistics(); }
-  std::vector<nn::NamedParameter> updated() const override {
-    (void)inner_->updated();  // which takes in what a program put in a parameter's place
-    return copies_;
-  }
+  std::vector<nn::NamedParameter> updated() const override;
   void clear_gradients() override;
   comm::Group norm_group() const override { return inner_->norm_group(); }
   std::vector<int64_t> held_elements(int rank) const override { return inner_->held_elements(rank); }
@@ -63,6 +60,7 @@ class HostGradients final : public GradientSynchronizer {
   };
   void take(size_t index);
   void note_versions(size_t index);
+  void follow_frozen() const;
 
   std::shared_ptr<HostSums> sums_;
   HostLink link_;

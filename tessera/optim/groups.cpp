@@ -1,6 +1,7 @@
 #include "tessera/optim/groups.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 
 #include "tessera/core/error.h"
@@ -82,21 +83,32 @@ std::vector<ParameterGroup> decay_groups(const std::vector<nn::NamedParameter>& 
   return shares.empty() ? std::vector<ParameterGroup>() : std::move(shares.front().groups);
 }
 
-void check_groups(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters) {
+void check_groups(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, const WholeModel& model) {
   const auto groups = optim_groups(config);
+  if (groups.empty()) return;
+  std::vector<std::string> names;
+  std::map<std::string, std::string> tied;  // to the name that counts
+  for (const Slice& whole : model.parameters) names.push_back(whole.name);
+  for (const auto& parameter : parameters) {
+    if (model.parameters.empty()) names.push_back(parameter.name);
+    for (const auto& alias : parameter.aliases) tied.emplace(alias, parameter.name);
+  }
   std::vector<size_t> matched(groups.size()), taken(groups.size());
   std::set<std::string> known;
-  for (const auto& parameter : parameters) {
-    for (auto& path : nn::paths_to(parameter.name)) known.insert(std::move(path));
+  for (const auto& name : names) {
+    for (auto& path : nn::paths_to(name)) known.insert(std::move(path));
     bool first = true;
     for (size_t i = 0; i < groups.size(); ++i) {
-      if (!is_of(groups[i], parameter.name)) continue;
+      if (!is_of(groups[i], name)) continue;
       ++matched[i];
       if (std::exchange(first, false)) ++taken[i];
     }
   }
   for (size_t i = 0; i < groups.size(); ++i) {
     const std::string place = detail::concat("optim.groups, \"", config.groups[i], "\": '", groups[i].pattern, "' ");
+    const auto other = std::ranges::find_if(tied, [&](const auto& each) { return is_of(groups[i], each.first); });
+    require(matched[i] > 0 || other == tied.end(), place, "matches '", other == tied.end() ? "" : other->first, "' alone, which is tied to '",
+            other == tied.end() ? "" : other->second, "', the one weight's first name; name that");
     require(matched[i] > 0, place, "matches no module and no parameter; the nearest path is '",
             nearest(groups[i].pattern, std::vector<std::string>(known.begin(), known.end())), "' ('*' is any text between two dots, '**' any number of parts)");
     require(taken[i] > 0, place, "matches only parameters of groups before it, and the first that matches counts; put it before them");

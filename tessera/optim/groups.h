@@ -35,9 +35,9 @@ struct OptimizerShare {
 /// Deals parameters over optimizers, in the order of `model.parameters`, the same on all ranks that meet; so a share may have no parameters on this rank.
 std::vector<OptimizerShare> deal_groups(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, const WholeModel& model);
 
-/// Refuses groups that are of none of `parameters`, those of the whole model: the pattern matches nothing (names the nearest path), or earlier groups have all
-/// that it matches. Throws ConfigError.
-void check_groups(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters);
+/// Refuses groups that are of none of the whole model's parameters, which `model` names, or else `parameters`: the pattern matches nothing (names the nearest
+/// path), another name of a tied weight alone (names the first), or what earlier groups have. Throws ConfigError.
+void check_groups(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, const WholeModel& model = {});
 
 /// The groups of which every parameter that takes its settings from them is frozen, each with the reason: to be said aloud. Expects what check_groups takes.
 std::vector<std::string> groups_without_effect(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters);

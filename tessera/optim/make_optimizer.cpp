@@ -31,11 +31,21 @@ std::unique_ptr<Optimizer> make_named(const OptimConfig& settings, std::vector<P
   throw ConfigError(detail::concat("optim.name = ", settings.name, ": not built yet; available: adamw, sgd, lion, adafactor, adam8bit, muon"));
 }
 
+void check_groups_here(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, const WholeModel& model) {
+  try {
+    check_groups(config, parameters, model);
+  } catch (const ConfigError& error) {
+    throw ConfigError(detail::concat(error.what(), "; an optimizer of some of a model's parameters (a stage) is given optim::WholeModel with of_more = true"));
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model, uint64_t seed) {
   require(!config.split_heads || !uses_optimizer(config, {"muon"}), "optim.split_heads = true: no weight says here which of its rows are a head's; set ",
           "optim::WholeModel::stacks[NAME] to the number of heads for each weight of queries, keys and values, and leave split_heads false");
+  check_optimizers(config);
+  if (!model.of_more) check_groups_here(config, parameters, model);
   auto shares = deal_groups(config, parameters, model);
   if (shares.empty()) return make_named(config, {}, std::move(model), seed);
   std::vector<Several::Part> optimizers;

@@ -160,6 +160,7 @@ void Optimizer::apply(const UpdateTerms& terms) {
 void Optimizer::remember_counts() { counts_before_ = counts_; }
 
 void Optimizer::take_back_count() {
+  if (counts_ == counts_before_) return;  // the host decided, before anything was counted: nothing has changed, and nothing was loaded
   counts_ = counts_before_;
   counts_changed();
 }

@@ -177,7 +177,8 @@ class Optimizer {
 at::Tensor not_finite(const at::Tensor& norm);
 
 /// Builds what `optim.name` and `optim.groups` say (groups.h), for parameters that appear once each (nn::unique_parameters); `model` says who holds the rest,
-/// where they are parts, and `seed` draws what rounds state in 16 bits. Throws ConfigError on a name that is not available.
+/// where they are parts, and `seed` draws what rounds state in 16 bits. Throws ConfigError on a name that is not available, on numbers out of range
+/// (check_optimizers), and on a group that is of no parameter (check_groups), unless `model` is of more.
 std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model = {},
                                           uint64_t seed = 0);
 

@@ -28,6 +28,9 @@ enum class Meeting { Sum, Max };
 struct WholeModel {
   /// All parameters that the ranks hold together, whole, in one order that is the same on all of them. Empty: those that the optimizer is given.
   std::vector<Slice> parameters{};
+  /// The model has more than these, on other ranks or for other optimizers (a pipeline's stage), and optim.groups may be of those: whoever says so checks them
+  /// (check_groups).
+  bool of_more = false;
   /// Of these, by name, those that this rank holds, and another answers for in a sum: what several ranks hold alike counts on one of them.
   std::set<std::string> held_elsewhere{};
   /// Of these, by name, the ones whose rows are looked up: embeddings. And those that make logits: output heads.

@@ -95,6 +95,7 @@ std::vector<nn::NamedParameter> parameters_of(const Composition& run) {
 /// What an update that is not made element by element asks of the ranks that hold other elements of the same parameters, of those that `only` picks.
 optim::WholeModel whole_model(const Config& config, const Composition& run, at::Device device, const nn::ParameterFilter& only = {}) {
   optim::WholeModel whole;
+  whole.of_more = true;  // stages, and what waits elsewhere; check_modules has looked at the groups
   std::set<std::string> named;
   for (const auto& parameter : run.parameters) {
     if (nn::follows(parameter.tensor) || (only && !only(parameter)) || !named.insert(parameter.name).second) continue;
@@ -472,7 +473,6 @@ void load_from_files(const Config& config, Composition& run) {
 void prepare_updates(const Config& config, const precision::Policy& policy, const ResumePoint* resume, bool first, Composition& run) {
   const HostMemory beside(run.offloaded);
   run.optimizer = make_optimizer(config, policy, run.device, run);
-  run.loss_scale = precision::LossScale(config.precision);
   if (resume != nullptr) load_state(config, *resume, run, first);
 }
 
@@ -481,6 +481,7 @@ Composition compose_alone(const Config& config, const Mesh& mesh, at::Device dev
   const precision::Policy policy = precision::policy_from(config.precision);
   precision::require_support(policy, device);
   Composition run = join_groups(config, mesh, device);
+  run.loss_scale = precision::LossScale(config.precision);
   const PipelineLayout layout = pipeline_layout(config, run.pipeline.size());
   build_whole(config, layout, policy, run);
   cut_over_ranks(config, mesh, layout, run);

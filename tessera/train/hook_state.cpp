@@ -87,8 +87,17 @@ bool fits(const checkpoint::StoredTensor& stored, const HookTensor& held) {
 struct Share {
   at::Tensor total;  ///< the hook's
   at::Tensor rows;   ///< [saved ranks that fall to this one, ...]; may be none
-  double factor;     ///< of a mean: ranks over saved ranks
+  double factor;     ///< of a mean: ranks over saved ranks; where gradients have another scale now, times the quotient
 };
+
+/// What gradients were multiplied by in the run that saved.
+double scale_saved_with(const checkpoint::Manifest& manifest) {
+  const auto scale = manifest.progress.find("loss_scale");
+  if (scale == manifest.progress.end() || !scale->is_object()) return 1;
+  const auto value = scale->find("value");
+  const double number = value != scale->end() && value->is_number() ? value->get<double>() : 0;
+  return number > 0 ? number : 1;  // of a damaged one LossScale::restore has more to say
+}
 
 /// Row by row, so that a single one arrives to the bit.
 void add_up(const Share& share) {
@@ -107,7 +116,7 @@ void add_up(const Share& share) {
 }  // namespace
 
 HookShares hook_shares(const Composition& run) {
-  HookShares hooks{.parts = {}, .layers = run.layers, .pipeline = run.pipeline, .tied_copies = run.has_tied_copies()};
+  HookShares hooks{.parts = {}, .layers = run.layers, .pipeline = run.pipeline, .tied_copies = run.has_tied_copies(), .gradient_scale = run.loss_scale.value()};
   for (size_t part = 0; part < run.hooks.size(); ++part) hooks.parts.push_back({run.hooks[part].get(), run.stage_of(part)});
   return hooks;
 }
@@ -140,6 +149,7 @@ std::vector<std::string> load_hook_state(const HookShares& hooks, const ResumePo
   std::vector<checkpoint::SlicedTensor> targets;
   std::vector<Share> shares;
   std::set<std::string> known;
+  const double unit = hooks.gradient_scale ? *hooks.gradient_scale / scale_saved_with(resume.manifest) : 1;
   int64_t fresh = 0, carried = 0;
   const std::vector<Carried> state = state_of(hooks, data);
   for (auto [held, row, rows, stand_in] : state) {
@@ -161,8 +171,8 @@ std::vector<std::string> load_hook_state(const HookShares& hooks, const ResumePo
     const auto [begin, size] = chunk(saved_ranks, rows, row);
     std::vector<int64_t> shape = held.tensor.sizes().vec();
     shape.insert(shape.begin(), size);
-    const double factor = held.across == HookTensor::Across::Mean ? static_cast<double>(rows) / static_cast<double>(saved_ranks) : 1;
-    shares.push_back({held.tensor, at::empty(shape, held.tensor.options()), factor});
+    const double of_mean = held.across == HookTensor::Across::Mean ? static_cast<double>(rows) / static_cast<double>(saved_ranks) : 1;
+    shares.push_back({held.tensor, at::empty(shape, held.tensor.options()), of_mean * unit});
     if (size > 0) targets.push_back({shares.back().rows, stacked(held.slice, saved_ranks, begin, size)});
   }
   checkpoint::load(resume.folder, resume.manifest, targets, {.verify = verify, .ignore_prefixes = {""}});

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,10 +20,11 @@ struct HookShares {
     const CommunicationHook* hook;
     int stage;
   };
-  std::vector<Part> parts{};  ///< of the model on this rank
-  comm::Group layers{};       ///< ranks that layers are cut over
-  comm::Group pipeline{};     ///< ranks that hold the other stages
-  bool tied_copies = false;   ///< the first and the last stage have a copy each of the embedding
+  std::vector<Part> parts{};               ///< of the model on this rank
+  comm::Group layers{};                    ///< ranks that layers are cut over
+  comm::Group pipeline{};                  ///< ranks that hold the other stages
+  bool tied_copies = false;                ///< the first and the last stage have a copy each of the embedding
+  std::optional<double> gradient_scale{};  ///< what the gradients that the hooks see are multiplied by (precision::LossScale::value); none: what it was
 };
 HookShares hook_shares(const Composition& run);
 
@@ -34,7 +36,8 @@ HookShares hook_shares(const Composition& run);
 std::vector<checkpoint::SlicedTensor> hook_tensors(const HookShares& hooks, const comm::Group& data);
 
 /// Fills what the hooks carry from a checkpoint of any layout. On as many ranks as saved it, each gets its own back, to the bit. On another number, the saved
-/// rows are dealt over the ranks and added up, so that their sum stays, or where gradients are averaged their mean. What the checkpoint does not have, or has
+/// rows are dealt over the ranks and added up, so that their sum stays, or where gradients are averaged their mean. Of rows that were carried under another
+/// loss scale (progress.loss_scale of the checkpoint, LossScale::state) the sum is multiplied by the quotient. What the checkpoint does not have, or has
 /// in another shape (another rank of the approximation), starts afresh. Returns what is to be said aloud, of all ranks that hold other parts of the model: what
 /// starts afresh, and what is left unread. Collective over the ranks of the pipeline and those that layers are cut over.
 std::vector<std::string> load_hook_state(const HookShares& hooks, const ResumePoint& resume, const comm::Group& data, bool verify);

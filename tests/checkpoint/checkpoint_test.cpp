@@ -9,6 +9,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
@@ -849,6 +850,55 @@ TEST(TorchOptimizer, StateOfAnotherKindIsNeverTaken) {
   ASSERT_EQ(theirs.state().count(model->weight.unsafeGetTensorImpl()), 1U);
   load(saved, *model, theirs, {.partial = {"weight"}});
   EXPECT_EQ(theirs.state().count(model->weight.unsafeGetTensorImpl()), 0U) << "begins anew, also where it has stepped here";
+}
+
+/// libtorch keeps nothing of a parameter that was frozen, nor of any with SGD without momentum.
+TEST(TorchOptimizer, WhatNothingIsKeptOfCountsFromZeroInOurs) {
+  const TemporaryFolder folder;
+  const torch::nn::Linear model(3, 2), fresh(3, 2);
+  model->bias.requires_grad_(false);
+  for (const std::string name : {"adamw", "sgd"}) {
+    std::unique_ptr<torch::optim::Optimizer> theirs;
+    if (name == "adamw") theirs = std::make_unique<torch::optim::AdamW>(model->parameters(), torch::optim::AdamWOptions(0.1));
+    if (name == "sgd") theirs = std::make_unique<torch::optim::SGD>(model->parameters(), torch::optim::SGDOptions(0.1));
+    at::Tensor(model->weight).mutable_grad() = at::ones_like(model->weight);
+    theirs->step();
+    OptimConfig config;
+    config.name = name;
+    const auto ours = optim::make_optimizer(config, nn::unique_parameters(*fresh));
+    for (const auto& parameter : fresh->parameters()) at::Tensor(parameter).mutable_grad() = at::ones_like(parameter);
+    ours->step(0.1);
+    load(save(folder / name, 1, *model, *theirs, comm::Group::self()), *fresh, *ours);
+    EXPECT_EQ(ours->update_counts().at("weight"), name == "adamw" ? 1 : 0);
+    EXPECT_EQ(ours->update_counts().at("bias"), 0);
+    EXPECT_TRUE(at::equal(fresh->weight, model->weight));
+    for (const auto& held : ours->state())
+      EXPECT_EQ(held.tensor.count_nonzero().item<int64_t>() > 0, held.parameter == "weight") << held.parameter << held.state;
+  }
+}
+
+/// The other way round: what ours has not updated is no state that libtorch's needs, and Adagrad's own begins as it does.
+TEST(TorchOptimizer, WhatHadNoUpdateIsNotMissed) {
+  const TemporaryFolder folder;
+  const torch::nn::Linear model(3, 2);
+  model->bias.requires_grad_(false);
+  OptimConfig config;
+  config.name = "sgd";
+  config.momentum = 0.9;
+  const auto ours = optim::make_optimizer(config, nn::unique_parameters(*model));
+  at::Tensor(model->weight).mutable_grad() = at::ones_like(model->weight);
+  ours->step(0.1);
+  torch::optim::SGD theirs(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  load(save(folder / "ours", 1, *model, *ours, comm::Group::self()), *model, theirs);
+  EXPECT_EQ(theirs.state().count(model->weight.unsafeGetTensorImpl()), 1U);
+  EXPECT_EQ(theirs.state().count(model->bias.unsafeGetTensorImpl()), 0U);
+
+  const torch::nn::Linear other(2, 1);
+  const torch::nn::Sequential both(model, other);
+  torch::optim::Adagrad first({model->weight}), wider({model->weight, model->bias});
+  torch::optim::AdamW second({model->bias, other->weight}), narrower({other->weight});
+  load(save(folder / "both", 1, *both, Optimizers{first, second}, comm::Group::self()), *both, Optimizers{wider, narrower});
+  EXPECT_EQ(wider.state().count(model->bias.unsafeGetTensorImpl()), 1U) << "which its next step reads";
 }
 
 /// A rate is of the optimizer that had it: a parameter that has moved to another keeps that one's.

@@ -112,6 +112,38 @@ Account account_of(int ranks, int steps, bool forget_errors) {
   return account;
 }
 
+/// What is owed is in the unit of the scale, which stays. A step whose gradients overflow leaves it as it was.
+TEST_P(PowerSgdWorlds, AFixedLossScaleChangesNoBit) {
+  const int ranks = GetParam();
+  const auto train = [&](float scale, int overflows_at) {
+    std::vector<at::Tensor> seen;
+    run_ranks(ranks, [&](World& world) {
+      Net net;
+      const auto hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 1, .start = 1});
+      DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets, .hook = hook});
+      for (int step = 0; step < 6; ++step) {
+        const bool overflows = step == overflows_at;
+        if (step == 3 && overflows_at != 3) continue;  // the run without that step
+        const Batch mine = part_of(whole_batch(samples, step), ranks, world.rank());
+        ddp.begin_step();
+        (loss_of(net.forward(mine.x), mine.y, samples) * (overflows ? std::numeric_limits<float>::infinity() : scale)).backward();
+        ddp.finish();
+        if (overflows) continue;
+        const at::NoGradGuard no_grad;
+        for (const at::Tensor& parameter : net.parameters()) parameter.mutable_grad().div_(scale);
+        if (world.rank() == 0) {
+          for (const at::Tensor& gradient : gradients_of(net)) seen.push_back(gradient);
+        }
+        sgd(net, 0.05);
+      }
+    });
+    return seen;
+  };
+  const auto plain = train(1, -1);
+  EXPECT_TRUE(same_bits(train(1024, -1), plain));
+  EXPECT_TRUE(same_bits(train(1024, 3), plain)) << "with a step that is skipped";
+}
+
 TEST_P(PowerSgdWorlds, WhatIsAppliedAndWhatIsOwedAddUpToTheTrueGradients) {
   const int ranks = GetParam();
   constexpr int steps = 12;

@@ -424,6 +424,39 @@ TEST(HostOptimizer, WhatIsWrittenWhereNoUpdateIsUnderWayIsSaved) {
   EXPECT_TRUE(pair.device[3].tensor.eq(0.5).all().item<bool>());
 }
 
+/// A skipped step begins no update, so what is written behind it is followed, or refused, as it would be without that step.
+TEST(HostOptimizer, ASkippedStepOfADelayedRunLosesNoWrite) {
+  Pair pair;
+  HostOptimizer away(pair.device, pair.device.front().tensor.device(), building("adamw"), HostOptimizer::kPieceBytes, /*delayed=*/true);
+  const auto plain = optim::make_optimizer(config_of("adamw"), pair.cpu);
+  const auto write = [&] {
+    const at::NoGradGuard no_grad;
+    for (auto* all : {&pair.device, &pair.cpu}) at::Tensor(all->at(4).tensor).fill_(0.25);
+  };
+  const auto skip = [&] {
+    away.step(1e-2, at::full({1}, 1.0f, pair.device.front().tensor.options().requires_grad(false)));
+    away.take_back_count();
+  };
+  pair.draw(2);
+  skip();
+  at::Tensor(pair.device[0].tensor).requires_grad_(false);
+  for (const auto& held : away.state_to_save()) EXPECT_FALSE(held.state == optim::kNextState && held.parameter == pair.device[0].name) << "none is under way";
+  at::Tensor(pair.device[0].tensor).requires_grad_(true);
+  write();
+  pair.draw(3);
+  away.step(1e-2);
+  plain->step(1e-2);
+  EXPECT_TRUE(pair.device[4].tensor.eq(0.25).all().item<bool>());
+  pair.draw(4);
+  away.step(1e-2);
+  pair.expect_equal();
+  EXPECT_EQ(away.update_counts().at(pair.device[4].name), 2);
+
+  skip();  // beside an update that is under way
+  write();
+  EXPECT_THAT(testing_support::refusal([&] { away.step(1e-2); }), ::testing::HasSubstr("'" + pair.device[4].name + "' was written since the last step"));
+}
+
 TEST(HostOptimizer, WhatIsSkippedIsAsItWas) {
   Pair pair;
   HostOptimizer away(pair.device, pair.device.front().tensor.device(), building("adamw"));

@@ -144,6 +144,42 @@ TEST(Groups, ThatAreOfNothingAreRefused) {
   EXPECT_THAT(testing_support::refusal([&] { check_groups(config, parameters); }), AllOf(HasSubstr("'**.norm'"), HasSubstr("groups before it")));
 }
 
+/// In a program nobody has looked before.
+TEST(Groups, ThatAreOfNothingAreRefusedWhereAnOptimizerIsMade) {
+  OptimConfig config = grouped_config();
+  auto parameters = named_parameters();
+  parameters[0].aliases = {"tied.weight"};
+  const auto refusal = [&](const std::vector<nn::NamedParameter>& given, const WholeModel& model) {
+    return testing_support::refusal([&] { make_optimizer(config, given, model); });
+  };
+  WholeModel whole;
+  for (const auto& parameter : parameters) whole.parameters.push_back(Slice::whole(parameter.name, parameter.tensor.sizes().vec()));
+  config.groups = {"layer.*.norm: weight_decay = 0"};
+  for (const WholeModel& model : {WholeModel(), whole}) {
+    EXPECT_THAT(refusal(parameters, model), AllOf(HasSubstr("'layer.*.norm' matches no module and no parameter"), HasSubstr("of_more")));
+  }
+  config.groups = {"tied: lr_factor = 2"};
+  for (const WholeModel& model : {WholeModel(), whole}) {
+    EXPECT_THAT(refusal(parameters, model), AllOf(HasSubstr("'tied' matches 'tied.weight' alone, which is tied to 'embed.weight'"), HasSubstr("name that")));
+  }
+  config.groups = {"**.norm: weight_decay = 0"};
+  const std::vector<nn::NamedParameter> stage{parameters[0]};
+  EXPECT_THAT(refusal(stage, {}), HasSubstr("'**.norm' matches no"));
+  EXPECT_NO_THROW(make_optimizer(config, stage, whole)) << "on a rank that has none of them";
+  EXPECT_NO_THROW(make_optimizer(config, stage, {.of_more = true}));
+}
+
+TEST(Groups, NumbersOutOfRangeAreRefusedWhereAnOptimizerIsMade) {
+  const auto refusal = [](const auto& change) {
+    OptimConfig config = grouped_config();
+    change(config);
+    return testing_support::refusal([&] { make_optimizer(config, named_parameters()); });
+  };
+  EXPECT_THAT(refusal([](OptimConfig& c) { c.betas[1] = 1; }), HasSubstr("optim.betas = [0.9, 1"));
+  EXPECT_THAT(refusal([](OptimConfig& c) { c.weight_decay = -0.1; }), HasSubstr("optim.weight_decay = -0.1"));
+  EXPECT_THAT(refusal([](OptimConfig& c) { c.groups = {"head: eps = 0"}; }), AllOf(HasSubstr("\"head: eps = 0\""), HasSubstr("optim.eps = 0")));
+}
+
 TEST(Groups, OfWhatIsFrozenAreNamed) {
   OptimConfig config = grouped_config();
   const auto parameters = named_parameters();

@@ -212,9 +212,10 @@ TEST(PrecisionRules, RefuseByName) {
             "precision.loss_scale = dynamic: gradients are scaled against the underflow of fp16");
   }
   refuses({"precision.compute=fp16", "precision.loss_scale=-2"}, "precision.loss_scale = -2: expected a positive number");
-  refuses({"precision.compute=fp16", "precision.loss_scale=8", "comm.compression=powersgd"}, "comm.compression = powersgd carries");
+  refuses({"precision.compute=fp16", "precision.loss_scale=dynamic", "comm.compression=powersgd"}, "in the unit of a scale that moves; set a number");
   refuses({"precision.max_skips=0"}, "precision.max_skips = 0");
   EXPECT_NO_THROW(validate_with({"precision.compute=fp16", "precision.loss_scale=1024"}));
+  EXPECT_NO_THROW(validate_with({"precision.compute=fp16", "precision.loss_scale=8", "comm.compression=powersgd"}));
   EXPECT_NO_THROW(validate_with({"precision.params=bf16", "precision.compute=bf16", "precision.master=bf16"}));
   EXPECT_NO_THROW(validate_with({"precision.reduce=bf16", "comm.compression=bf16"}));
   EXPECT_NO_THROW(validate_with({"precision.reduce=fp16", "precision.loss_scale=dynamic"}));

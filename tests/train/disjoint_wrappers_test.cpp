@@ -13,15 +13,18 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
+#include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/expert_parallel/expert_parallel.h"
 #include "tessera/models/mixture.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
 #include "tessera/nn/experts.h"
+#include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/clip_grad_norm.h"
+#include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/nn/collect.h"
 #include "tests/train/wrapped.h"
@@ -366,6 +369,106 @@ TEST(DisjointWrappers, MeansOfExpertsThatNobodyDividesAreRefused) {
       EXPECT_NO_THROW((void)wrap_by(technique, *mixture, {.shard = world.group()}, {.only = experts_of(*mixture, false), .average = true}))
           << technique << ": what is frozen has no gradient";
     });
+  }
+}
+
+/// Experts that a wrapper holds, by slices or whole, are still one rank's where all ranks were given them: in a first evaluation already.
+TEST(DisjointWrappers, OneRanksExpertsOnAllRanksAreRefused) {
+  const ModelConfig config{.family = "mixtral", .dim = 12, .layers = 1, .heads = 2, .ffn_dim = 6, .experts = 4, .experts_per_token = 2};
+  for (const std::string technique : {"ddp", "zero2", "fsdp"}) {
+    for (const bool slices : {false, true}) {
+      if (slices && technique != "fsdp") continue;
+      SCOPED_TRACE(technique + (slices ? " of slices" : ""));
+      run_ranks(4, [&](World& world) {
+        const Mesh mesh(world, {{"dp_shard", 4}}), experts = mesh.regrouped({"dp_shard"}, {{"edp", 2}, {"ep", 2}});
+        auto mixture = on_meta([&] { return MixtureFeedForward(config); });
+        nn::assign_paths(*mixture);
+        const auto dealt = expert_parallel(*mixture, experts["ep"]);
+        materialize(*mixture, 5);
+        std::vector<at::Tensor> weights, wholes, own, first;
+        for (const auto& parameter : nn::unique_parameters(*mixture, experts_of(*mixture, true))) {
+          weights.push_back(parameter.tensor);
+          wholes.push_back(parameter.tensor.detach().clone());
+        }
+        const auto dense = wrap_by(technique, *mixture, {.shard = mesh["dp_shard"]}, {.only = experts_of(*mixture, false)});
+        const auto sparse = wrap_by(technique, *mixture, {.shard = experts["edp"]}, {.only = experts_of(*mixture, true)});
+        for (size_t i = 0; i < weights.size(); ++i) {
+          const at::Tensor part = (slices ? weights[i] : wholes[i]).detach().contiguous(), both = at::empty({2 * part.numel()}, part.options());
+          comm::all_gather(experts["ep"], both, part.reshape({-1}));
+          own.push_back(part.clone());
+          first.push_back(both.narrow(0, 0, part.numel()).view(part.sizes()).clone());
+        }
+        const auto give = [&](const std::vector<at::Tensor>& values) {
+          for (size_t i = 0; i < weights.size(); ++i) weights[i].set_data(values[i].clone());
+        };
+        const at::Tensor tokens = random_tensor({1, 7, 12}, "tokens");
+        const auto evaluate = [&] {
+          const at::NoGradGuard no_grad;
+          (void)mixture(tokens);
+        };
+        const auto train = [&] { mixture(tokens).sum().backward(); };
+        const auto refused = ::testing::HasSubstr("has the same weights on every rank of");
+        give(first);
+        EXPECT_THAT(refusal(evaluate), refused);
+        EXPECT_THAT(refusal(train), refused);
+        give(own);
+        evaluate();
+        train();
+      });
+    }
+  }
+}
+
+struct EvenPairImpl : nn::Module {
+  EvenPairImpl() {
+    register_module("up", up);
+    register_module("down", down);
+    const at::NoGradGuard no_grad;
+    for (auto& [name, tensor, aliases] : nn::unique_parameters(*this)) tensor.copy_(random_tensor(tensor.sizes().vec(), name));
+  }
+  at::Tensor forward(const at::Tensor& x) { return down(up(x)); }
+  nn::Linear up{4, 8}, down{8, 4};
+};
+TESSERA_MODULE(EvenPair);
+
+/// The same of layers that are cut, whose parts are shown while they are called alone: in the pass behind the one that took them in.
+TEST(DisjointWrappers, OneRanksPartsOnAllRanksAreRefused) {
+  for (const bool slices : {false, true}) {
+    SCOPED_TRACE(slices);
+    for (const bool trains : {false, true}) {
+      run_ranks(4, [&](World& world) {
+        const Mesh mesh(world, {{"dp_shard", 2}, {"tp", 2}});
+        EvenPair pair;
+        nn::assign_paths(*pair);
+        const auto tensor = parallelize_module(*pair, mesh["tp"], {{"up", ColumnParallel{}}, {"down", RowParallel{}}});
+        std::vector<at::Tensor> wholes, own, first;
+        for (const at::Tensor& parameter : pair->parameters()) wholes.push_back(parameter.detach().clone());
+        const auto sharded = wrap_by("fsdp", *pair, {.shard = mesh["dp_shard"]}, {});
+        for (size_t i = 0; i < wholes.size(); ++i) {
+          const at::Tensor part = (slices ? pair->parameters()[i] : wholes[i]).detach().contiguous(), both = at::empty({2 * part.numel()}, part.options());
+          comm::all_gather(mesh["tp"], both, part.reshape({-1}));
+          own.push_back(part.clone());
+          first.push_back(both.narrow(0, 0, part.numel()).view(part.sizes()).clone());
+        }
+        const auto give = [&](const std::vector<at::Tensor>& values) {
+          size_t i = 0;
+          for (const at::Tensor& parameter : pair->parameters()) parameter.set_data(values[i++].clone());
+        };
+        const auto pass = [&] {
+          const at::AutoGradMode mode(trains);
+          const at::Tensor loss = pair(random_tensor({3, 4}, "x")).sum();
+          if (trains) loss.backward();
+        };
+        const auto refused = ::testing::HasSubstr("all other parts have the same values on every rank of tp");
+        give(first);
+        pass();
+        EXPECT_THAT(refusal(pass), refused);
+        pass();
+        EXPECT_THAT(refusal(pass), refused) << "still";
+        give(own);
+        for (int more = 0; more < 28; ++more) pass();
+      });
+    }
   }
 }
 

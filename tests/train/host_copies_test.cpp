@@ -4,18 +4,25 @@
 
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include <c10/core/GradMode.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
 #include "tessera/checkpoint/torch_optimizer.h"
 #include "tessera/comm/testing.h"
+#include "tessera/memory/memory.h"
+#include "tessera/nn/names.h"
+#include "tessera/nn/sharing.h"
 #include "tessera/offload/host_gradients.h"
 #include "tessera/offload/host_optimizer.h"
+#include "tessera/offload/paged_optimizer.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/train/wrapped.h"
@@ -191,12 +198,13 @@ TEST(HostCopies, ADelayedUpdateGoesOnFromWhatIsLoaded) {
 
 /// HostGradients around a wrapper of that name, in steps that say what they are of.
 struct Streamed {
-  Streamed(Net& net, World& world, bool zero) {
+  Streamed(Net& net, World& world, bool zero) : Streamed(net, world.group(), zero) {}
+  Streamed(Net& net, const comm::Group& data, bool zero) {
     std::unique_ptr<GradientSynchronizer> inner;
     if (zero) {
-      inner = std::make_unique<ShardedDataParallel>(net, ShardGroups{.shard = world.group()}, ZeroOptions{.stage = 2, .relay = sums});
+      inner = std::make_unique<ShardedDataParallel>(net, ShardGroups{.shard = data}, ZeroOptions{.stage = 2, .relay = sums});
     } else {
-      inner = std::make_unique<DistributedDataParallel>(net, world.group(), DdpOptions{.relay = sums});
+      inner = std::make_unique<DistributedDataParallel>(net, data, DdpOptions{.relay = sums});
     }
     const auto updated = inner->updated();
     host = std::make_unique<HostGradients>(std::move(inner), updated, sums);
@@ -234,6 +242,67 @@ TEST(HostCopies, TheModelsNormAndUpdateAreThoseOnTheHost) {
       }
     }
   }
+}
+
+/// Ranks that compute one model together have a term each of its gradients, as norms and biases under sequence parallelism.
+TEST(HostCopies, ATermThatIsUnfrozenLaterIsSummed) {
+  const auto train = [](World& world, bool zero, bool asks) {
+    Net net;
+    for (const auto& parameter : nn::unique_parameters(net)) {
+      nn::add_sharing(parameter.tensor, {.axis = world.group().name(), .rank = world.rank(), .holders = world.size(), .is_term = true});
+    }
+    net.scale.set_requires_grad(false);
+    Streamed streamed(net, comm::Group::self(), zero);
+    const auto updated = streamed.host->updated();
+    const auto optimizer = adamw_of(updated);
+    for (int step = 0; step < kHostSteps; ++step) {
+      net.scale.set_requires_grad(step == 1 || step == 2);
+      for (const auto& copy : asks ? streamed.host->updated() : std::vector<nn::NamedParameter>()) {
+        EXPECT_EQ(copy.tensor.requires_grad(), nn::updated_for(copy.tensor).requires_grad()) << copy.name;
+      }
+      streamed.step(net, world, step);
+      nn::sum_terms(world.group(), asks ? streamed.host->updated() : updated);
+      optimizer->step(1e-2);
+      streamed.host->after_update();
+    }
+    return values_of(net);
+  };
+  for (const bool zero : {false, true}) {
+    for (const bool asks : {false, true}) {
+      SCOPED_TRACE(zero);
+      std::vector<at::Tensor> alone;
+      run_ranks(1, [&](World& world) { alone = train(world, zero, asks); });
+      std::vector<std::vector<at::Tensor>> values(2);
+      run_ranks(2, [&](World& world) { values[static_cast<size_t>(world.rank())] = train(world, zero, asks); });
+      EXPECT_TRUE(same_bits(values[0], values[1]));
+      EXPECT_LT(largest_difference(values[0], alone), 10 * parity);
+    }
+  }
+}
+
+/// As a program saves it; what is on its way to a file is one tensor at a time.
+TEST(HostCopies, PagedStateIsSavedATensorAtATimeByAProgram) {
+  const std::string folder = ::testing::TempDir() + "paged_state";
+  MemoryTracker memory;
+  const TrackMemory track(memory);
+  torch::nn::Sequential net;
+  for (int i = 0; i < 8; ++i) net->push_back(torch::nn::Linear(torch::nn::LinearOptions(16, 16).bias(false)));
+  constexpr int64_t kOne = 16 * 16 * 4;
+  PagedOptimizer paged(nn::unique_parameters(*net), {.place = OffloadPlace::Host, .piece_bytes = kOne}, adamw_of);
+  net->forward(at::ones({1, 16})).sum().backward();
+  paged.step(1e-2);
+  const auto device = [](const MemoryByCategory& bytes) { return bytes[static_cast<size_t>(MemoryCategory::Optimizer)]; };
+  const int64_t before = device(memory.current_by_category()), all = memory.current(), on_host = total_of(memory.host_by_category());
+  memory.reset_peak();
+  const auto saved = checkpoint::save(folder, 1, *net, paged, comm::Group::self());
+  EXPECT_EQ(device(memory.current_by_category()), before) << "none has come where it is updated";
+  EXPECT_LE(memory.peak() + total_of(memory.host_peak_by_category()), all + on_host + 4 * kOne);
+  std::map<std::string, at::Tensor> want;
+  for (const auto& held : paged.state()) want[held.parameter + held.state] = held.tensor.clone();
+  paged.step(1e-2);
+  checkpoint::load(saved, *net, paged);
+  for (const auto& held : paged.state()) EXPECT_TRUE(at::equal(held.tensor, want.at(held.parameter + held.state))) << held.parameter << held.state;
+  std::filesystem::remove_all(folder);
 }
 
 TEST(HostCopies, APlainLoopIsRefusedOnOneRankToo) {

@@ -615,6 +615,21 @@ TEST_F(CutPlans, PowerSgdResumesWithLayersCutEvenlyAndUnevenly) {
   EXPECT_THAT(::testing::internal::GetCapturedStderr(), AllOf(HasSubstr("errors, and Q of PowerSGD"), HasSubstr("start afresh")));
 }
 
+/// What is owed is in the unit of the loss scale.
+TEST_F(CutPlans, PowerSgdGoesOnWithAnotherLossScale) {
+  const auto scaled = [](const std::string& scale) {
+    return Sets{"comm.compression=powersgd", "comm.powersgd_rank=1", "comm.powersgd_start=1", "precision.compute=fp16", "precision.loss_scale=" + scale};
+  };
+  const Layout one{"one", 2, scaled("4096")}, other{"other", 2, scaled("65536")};
+  const auto whole = run_saving(one, {});
+  expect_goes_on(one, one, {}, /*bound=*/0, whole);
+  const auto steps = run(other, {"checkpoint.resume=" + saved(one, kSaved).string()});
+  ASSERT_EQ(steps.size(), kLast - kSaved);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    EXPECT_NEAR(steps[i].loss, whole[kSaved + i].loss, testing_support::kLosses * whole[kSaved + i].loss) << i;
+  }
+}
+
 /// What each of them would owe of it is fed back, and parts them.
 TEST_F(CutPlans, WhatTensorParallelRanksHoldAlikeStaysOneUnderPowerSgd) {
   const Config made = config("gpt2", {"mesh.tp=2", "model.ffn_dim=11", "model.heads=2", "comm.compression=powersgd", "comm.powersgd_rank=1",
