@@ -1,5 +1,7 @@
 #include "tessera/core/host_read.h"
 
+#include <utility>
+
 #include <ATen/ops/item.h>
 
 #include "tessera/core/ambient.h"
@@ -11,6 +13,19 @@ namespace tessera {
 namespace {
 
 Ambient<const ReadCheck*> read_check;
+const Ambient<bool> reading;
+
+/// Marks the operators of a read.
+class Reading {
+ public:
+  Reading() : before_(std::exchange(*reading, true)) {}
+  ~Reading() { *reading = before_; }
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
+ private:
+  bool before_;
+};
 
 void say_that_it_is_read(const at::Tensor& tensor) {
   if (EventStream* const listener = EventStream::current()) listener->add({.what = HostReadEvent{.bytes = static_cast<int64_t>(tensor.nbytes())}});
@@ -28,7 +43,10 @@ double host_read(const at::Tensor& scalar, double dry_answer) {
   invariant(scalar.defined() && scalar.numel() == 1, "host_read expects a tensor of one element");
   say_that_it_is_read(scalar);
   if (scalar.is_meta()) return dry_answer;
-  const double value = scalar.item().toDouble();
+  const double value = [&] {
+    const Reading reading_now;
+    return scalar.item().toDouble();
+  }();
   ReadCheck::ask();
   return value;
 }
@@ -37,10 +55,15 @@ std::vector<double> host_read_all(const at::Tensor& tensor, double dry_answer) {
   invariant(tensor.defined(), "host_read_all expects a tensor");
   say_that_it_is_read(tensor);
   if (tensor.is_meta()) return std::vector<double>(static_cast<size_t>(tensor.numel()), dry_answer);
-  const at::Tensor host = tensor.to(at::kCPU, at::kDouble).contiguous();
+  const at::Tensor host = [&] {
+    const Reading reading_now;
+    return tensor.to(at::kCPU, at::kDouble).contiguous();
+  }();
   ReadCheck::ask();
   const double* data = host.const_data_ptr<double>();
   return {data, data + host.numel()};
 }
+
+bool reading_on_host() { return *reading; }
 
 }  // namespace tessera

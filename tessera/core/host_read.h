@@ -14,4 +14,7 @@ double host_read(const at::Tensor& scalar, double dry_answer);
 /// Every element of `tensor` on the host, in one transfer; `dry_answer` for each of a meta tensor's.
 std::vector<double> host_read_all(const at::Tensor& tensor, double dry_answer);
 
+/// Whether this thread is in one of these reads: the operators that run then bring values to the host, and a dry run has none of them.
+bool reading_on_host();
+
 }  // namespace tessera

@@ -90,7 +90,7 @@ struct Workspace {
   T *q_columns, *dy_columns;   ///< a block of queries as a panel whose inner dimension are features
   T *q_rows, *dy_rows;         ///< the same with features as columns
   T* k_columns;                ///< of each block of keys [dim, keys]
-  T *last_k, *last_v;          ///< the last block of keys, filled up
+  T *last_k, *last_v;          ///< the last block of keys, filled up; taken of whole blocks, too, so that no shorter keys take more than a plan says of these
   float *dk, *dv;              ///< of the chunk
   float *scores, *d_probabilities;
   T *probabilities, *gradient, *words;
@@ -113,8 +113,8 @@ struct Workspace {
         q_rows(pieces.take<T>(block.queries * to_panels(s.dim))),
         dy_rows(pieces.take<T>(block.queries * to_panels(s.dim))),
         k_columns(pieces.take<T>(block.chunk * s.dim)),
-        last_k(pieces.take<T>(s.keys == to_block(s.keys) ? 0 : block.keys * s.dim)),
-        last_v(pieces.take<T>(s.keys == to_block(s.keys) ? 0 : block.keys * s.dim)),
+        last_k(pieces.take<T>(block.keys * s.dim)),
+        last_v(pieces.take<T>(block.keys * s.dim)),
         dk(pieces.take<float>(block.chunk * to_panels(s.dim))),
         dv(pieces.take<float>(block.chunk * to_panels(s.dim))),
         scores(pieces.take<float>(block.keys * block.queries)),

@@ -47,8 +47,8 @@ class WideGradients {
 /// Gradients of q [B, H, S, D], k and v [B, Hk, L, D] from dy and y [B, H, S, D] and the log-sum-exp [B, H, S] of each query, laid out as [B, tokens, heads,
 /// D]. 5 products of each 64 x 64 block, of a causal square those on and below the diagonal alone; sums of bf16 are fp32 until a gradient is done.
 /// Bits depend on the head and its queries and keys: not on threads, nor on the rest of the batch. Heads of one group (H / Hk) are summed in their order.
-/// Scratch of each thread, of which there are no more than heads of k: dq of a group of heads in fp32, and what 512 keys take, 6 to 7 KB a feature. So many
-/// threads want many heads of k.
+/// Scratch of each thread, of which there are no more than heads of k: dq of a group of heads in fp32, and what 512 keys take, 6 to 8 KB a feature; of no
+/// queries and keys more than of longer ones. So many threads want many heads of k.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward_in_blocks(const at::Tensor& dy, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                                             const at::Tensor& y, const at::Tensor& log_sum_exp, bool causal,
                                                                             std::optional<double> scale);

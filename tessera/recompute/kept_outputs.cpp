@@ -9,6 +9,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
+#include "tessera/core/host_read.h"
 #include "tessera/nn/not_repeated.h"
 #include "tessera/recompute/kept_values.h"
 
@@ -27,6 +28,15 @@ bool has_own_outputs(const c10::FunctionSchema& schema) {
   const auto aliases = [](const c10::Argument& argument) { return argument.alias_info() != nullptr; };
   return !schema.returns().empty() && std::none_of(schema.arguments().begin(), schema.arguments().end(), aliases) &&
          std::all_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& result) { return *result.type() == *c10::TensorType::get(); });
+}
+
+/// A copy that changes the device alone: where that is the CPU, nothing runs in its place.
+bool goes_to_a_device(const nn::OperatorCall& operation) {
+  if (operation.name() != "aten::_to_copy") return false;
+  const auto given = [&](const char* name) { return operation.arguments().at(static_cast<size_t>(operation.schema().argumentIndexWithName(name).value())); };
+  const at::Tensor& self = operation.arguments()[0].toTensor();
+  const c10::IValue device = given("device"), dtype = given("dtype");
+  return device.isDevice() && device.toDevice() != self.device() && (dtype.isNone() || dtype.toScalarType() == self.scalar_type());
 }
 
 std::vector<c10::OperatorHandle> overloads_of(const std::string& name) {
@@ -117,7 +127,8 @@ class KeptOutputs::Replayer final : public nn::OperatorHooks {
 };
 
 bool KeptOutputs::keeps(const nn::OperatorCall& operation) const {
-  return operators_->contains(operation.name()) && has_own_outputs(operation.schema()) && !nn::NotRepeated::now();
+  return operators_->contains(operation.name()) && has_own_outputs(operation.schema()) && !nn::NotRepeated::now() && !reading_on_host() &&
+         !goes_to_a_device(operation);
 }
 
 std::vector<KeptOutputs::Argument> KeptOutputs::arguments_of(const nn::OperatorCall& operation) {

@@ -20,7 +20,8 @@ namespace tessera {
 std::set<std::string> keepable_operators(const std::vector<std::string>& names);
 
 /// Outputs of some operators in one forward pass, in the order of the calls; they stand in for the calls when the pass is repeated. Operators that a kernel
-/// calls inside another operator do not count: they differ from device to device. Nor do those that would not be called again (nn::NotRepeated).
+/// calls inside another operator do not count: they differ from device to device. Nor do those that would not be called again (nn::NotRepeated), nor copies
+/// between the host and a device, of which it depends on the device whether there are any: a run on the CPU, and a plan of it, keep the same.
 class KeptOutputs {
  public:
   /// `path` of the module, for messages.

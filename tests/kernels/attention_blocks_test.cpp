@@ -143,6 +143,25 @@ TEST(AttentionInBlocks, KeepNoMemoryForEachLength) {
   EXPECT_LT(resident_bytes() - before, int64_t{100} << 20);
 }
 
+/// What is planned for a sequence, or a window of several, is enough for shorter ones, of which some are filled up.
+TEST(AttentionInBlocks, TakeNoMoreOfShorterSequences) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    if (!multiplies_blocks(at::zeros({1}, dtype))) GTEST_SKIP();
+    const auto peak = [&](int64_t queries, int64_t keys) {
+      const auto meta = [&](int64_t tokens) { return at::empty({1, tokens, 2, 8}, at::TensorOptions(dtype).device(at::kMeta)).transpose(1, 2); };
+      const at::Tensor q = meta(queries), k = meta(keys), sums = at::empty({1, 2, queries}, at::TensorOptions(at::kFloat).device(at::kMeta));
+      MemoryTracker tracker;
+      const TrackMemory tracking(tracker);
+      attention_backward_in_blocks(q, q, k, k, q, sums, /*causal=*/false, {});
+      return tracker.peak();
+    };
+    for (int64_t length = 1; length < 600; ++length) {
+      EXPECT_LE(peak(64, length), peak(64, length + 1)) << length << " keys";
+      EXPECT_LE(peak(length, 64), peak(length + 1, 64)) << length << " queries";
+    }
+  }
+}
+
 /// As partial results are merged: a query whose keys are all elsewhere has no log-sum-exp here.
 TEST(AttentionInBlocks, OfAQueryThatSawNoKeyAreZero) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {

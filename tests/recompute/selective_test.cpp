@@ -4,6 +4,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/host_read.h"
 #include "tessera/kernels/choice.h"
 #include "tessera/kernels/fp8.h"
 #include "tessera/memory/memory.h"
@@ -236,6 +237,39 @@ TEST(Selective, KeepsNothingThatIsNotCalledAgain) {
       for (size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(at::equal(found[i], plain[i])) << i << " with " << ::testing::PrintToString(keep);
     }
   }
+}
+
+/// Reads on the host how many numbers are of a kind, and goes by what the host knows, as experts do.
+struct CountingImpl : nn::Module {
+  explicit CountingImpl(bool reads) : reads_(reads) {}
+  at::Tensor forward(const at::Tensor& x) {
+    if (reads_) (void)host_read_all(x.detach().gt(0).sum(0), 0);
+    const at::Tensor order = reads_ ? at::Tensor() : at::tensor(std::vector<int64_t>{3, 1, 0}, at::TensorOptions(at::kCPU).dtype(at::kLong)).to(x.device());
+    ++calls;
+    return (order.defined() ? x.index_select(0, order) : x).to(at::kDouble).exp();
+  }
+  int calls = 0;
+
+ private:
+  bool reads_;
+};
+TESSERA_MODULE(Counting);
+
+/// A dry run reads nothing, and what a run on the CPU goes by is there.
+TEST(Selective, KeepsNoCopyBetweenTheHostAndADevice) {
+  const auto kept = [](at::Device device, bool reads) {
+    Counting module(reads);
+    const Attachment again = recompute(module, {.modules = "", .mode = RecomputeMode::Selective, .keep = {"_to_copy"}});
+    const at::Tensor x = at::cos(at::arange(48, at::kFloat)).view({6, 8}).to(device).requires_grad_();
+    MemoryTracker tracker;
+    const TrackMemory tracking(tracker);
+    const at::Tensor loss = module(x).sum();
+    const int64_t bytes = tracker.current();
+    loss.backward();
+    EXPECT_EQ(module->calls, 2);
+    return bytes;
+  };
+  for (const bool reads : {true, false}) EXPECT_EQ(kept(at::kCPU, reads), kept(at::kMeta, reads)) << reads;
 }
 
 /// Adds to other rows each time, of which backward needs none.
