@@ -152,12 +152,13 @@ Pending start(const Group& group, Call call, std::string_view name = {}, std::fu
   const Waiting waiting;
   const at::NoGradGuard no_grad;                    // the engine writes into leaves, too
   const MemoryScope scratch(MemoryCategory::Comm);  // its own tensors
-  if (EventStream* const listener = EventStream::current()) state->in_flight = say_started(*listener, group, state->call);
   try {
     state->work = group.engine()->start(state->call);
   } catch (...) {
     fail(name, group, state->begin);
   }
+  // Last: what decorators and the engine take for the call is part of its start, and whoever reads the list finds where that ends (plan/rehearsal.cpp).
+  if (EventStream* const listener = EventStream::current()) state->in_flight = say_started(*listener, group, state->call);
   return Pending(std::move(state));
 }
 

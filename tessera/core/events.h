@@ -31,7 +31,8 @@ struct OperatorEvent {
   bool operator==(const OperatorEvent&) const = default;
 };
 
-/// The start of a collective or message. Shape, elements and bytes are of the whole: the reduced tensor, the gathered result, what is scattered or dealt.
+/// A collective or message has started; what its engine, and decorators of it, took and computed for that is told before. Shape, elements and bytes are of the
+/// whole: the reduced tensor, the gathered result, what is scattered or dealt.
 struct CollectiveEvent {
   int64_t sequence = 0;  ///< of this rank, over all groups, from 0
   std::string op{};      ///< a comm::Operation's name

@@ -9,6 +9,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/split_with_sizes.h>
 #include <ATen/ops/tensor.h>
@@ -25,9 +26,13 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/cut_parameter.h"
+#include "tessera/nn/dry_sizes.h"
 #include "tessera/nn/experts.h"
+#include "tessera/nn/given_parts.h"
+#include "tessera/nn/kept_memory.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meanwhile.h"
+#include "tessera/nn/not_repeated.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/sharing.h"
 #include "tessera/nn/weight_gradients.h"
@@ -49,29 +54,31 @@ std::vector<int64_t> whole_numbers(const std::vector<double>& numbers) { return 
 /// Rows of each expert that a rank sends to each rank, and that come from each, as make_exchange takes them.
 struct Loads {
   std::vector<int64_t> own, arriving;
+  std::vector<int64_t> told{};  ///< by each rank of its weights
 };
 
-/// The rows that a rank routes: of all tokens that it shares with the other ranks of `same_tokens`, and this rank's part of them.
+/// The rows that a rank routes: this rank's part of those of all tokens that it shares with so many ranks.
 struct Routed {
-  int64_t all, own;
-  const comm::Group& same_tokens;
+  experts::DryRows rows;
+  int ranks;
 };
 
 /// In a dry run, which has no tokens: what routers are taken to send (experts::DryRoutingScope) from every rank of the group.
 Loads dry_loads(const comm::Group& group, int sharers, int64_t experts, const Routed& routed) {
   const int64_t block = experts * sharers / group.size(), here = group.rank() / sharers;
-  const int parts = routed.same_tokens.size();
   const auto rows_of = [&](int member) {
-    const int64_t all = experts::dry_rows_of(group.world_rank(member), routed.all, group.world_rank(group.rank()));
-    return parts == 1 ? all : chunk(all, parts, experts::dry_part_of(group.world_rank(member), member % parts)).second;
+    const int64_t all = experts::dry_rows_of(group.world_rank(member), routed.rows.all, group.world_rank(group.rank()));
+    const int part = routed.ranks == 1 ? 0 : experts::dry_part_of(group.world_rank(member), member % routed.ranks);
+    const auto [begin, size] = chunk(all, routed.ranks, part);
+    return experts::DryRows{.all = all, .begin = begin, .size = size};
   };
-  std::map<int64_t, std::vector<int64_t>> known;  // by rows: what a rank that has them sends to each rank
-  const auto sent_of = [&](int64_t rows) -> const std::vector<int64_t>& {
+  std::map<experts::DryRows, std::vector<int64_t>> known;  // by rows: what a rank that has them sends to each rank
+  const auto sent_of = [&](const experts::DryRows& rows) -> const std::vector<int64_t>& {
     const auto [found, is_new] = known.try_emplace(rows);
-    if (is_new) found->second = experts::for_each_sharer(experts::dry_load(rows, experts, block, here, parts), group.size(), sharers);
+    if (is_new) found->second = experts::for_each_sharer(experts::dry_load(rows, experts, block, here), group.size(), sharers);
     return found->second;
   };
-  Loads loads{.own = sent_of(routed.own), .arriving = {}};
+  Loads loads{.own = sent_of(routed.rows), .arriving = {}};
   const auto each = loads.own.size() / static_cast<size_t>(group.size()), first = each * static_cast<size_t>(group.rank());
   for (int member = 0; member < group.size(); ++member) {
     const auto& sent = member == group.rank() ? loads.own : sent_of(rows_of(member));
@@ -80,15 +87,35 @@ Loads dry_loads(const comm::Group& group, int sharers, int64_t experts, const Ro
   return loads;
 }
 
-/// Those of all ranks' rows, of which every rank knows its own counts [E] so far. One small all-to-all, one read on the host.
-Loads meet(const comm::Group& group, int sharers, const at::Tensor& counts, const Routed& routed) {
-  const int64_t blocks = group.size() / sharers;
-  const at::Tensor sent = counts.view({blocks, 1, -1}).expand({blocks, sharers, -1}).reshape({-1}), arriving = at::empty_like(sent);
+/// Those of all ranks' rows, of which every rank knows its own counts [E] so far; behind them goes what it tells of its weights, so that every call looks, and
+/// nobody waits for it. One small all-to-all, one read on the host.
+Loads meet(const comm::Group& group, int sharers, const at::Tensor& counts, const Routed& routed, int64_t told) {
+  const int64_t blocks = group.size() / sharers, here = counts.size(0) / blocks;
+  const at::Tensor beside = at::full({blocks, sharers, 1}, told, counts.options());
+  const at::Tensor sent = at::cat({counts.view({blocks, 1, here}).expand({blocks, sharers, here}), beside}, 2).view({-1});
+  const at::Tensor arriving = at::empty_like(sent);
   comm::all_to_all(group, arriving, sent);
   if (counts.is_meta()) return dry_loads(group, sharers, counts.size(0), routed);
   const std::vector<int64_t> both = whole_numbers(host_read_all(at::cat({sent, arriving}), 0));
-  const auto middle = both.begin() + static_cast<std::ptrdiff_t>(both.size() / 2);
-  return {{both.begin(), middle}, {middle, both.end()}};
+  Loads loads;
+  for (size_t of_rank = 0; of_rank < both.size(); of_rank += static_cast<size_t>(here) + 1) {
+    const auto first = both.begin() + static_cast<std::ptrdiff_t>(of_rank), behind = first + static_cast<std::ptrdiff_t>(here);
+    const bool arrived = of_rank >= both.size() / 2;
+    auto& rows = arrived ? loads.arriving : loads.own;
+    rows.insert(rows.end(), first, behind);
+    if (arrived) loads.told.push_back(*behind);
+  }
+  return loads;
+}
+
+/// Whether a rank's experts are copies of one, as those that begin as a dense layer are: then all ranks' are alike, each with its own.
+bool are_copies(const std::vector<at::Tensor>& weights, int64_t experts) {
+  const at::NoGradGuard no_grad;
+  const nn::NotRepeated looking;
+  return experts > 1 && std::ranges::all_of(weights, [&](const at::Tensor& weight) {
+           const at::Tensor each = nn::in_use(weight).detach().to(at::kCPU).reshape({experts, -1});
+           return each.eq(each[0]).all().item<bool>();
+         });
 }
 
 at::Tensor index(const std::vector<int64_t>& values, at::Device device) { return at::tensor(values, at::TensorOptions(at::kLong)).to(device); }
@@ -114,11 +141,12 @@ class Exchanged : public nn::Interceptor {
     require_dealt(here);
     const at::Tensor rows = nn::cast(inputs[0].toTensor(), here.compute_dtype().value_or(nn::in_use(here.w1).scalar_type()));
     const at::Tensor counts = inputs[1].toTensor();
-    if (same_tokens_.size() == 1) return {through_experts(rows, counts, rows.size(0), next)};
-    const auto [begin, size] = chunk(rows.size(0), same_tokens_.size(), same_tokens_.rank());
+    const int64_t all = rows.size(0);
+    if (same_tokens_.size() == 1) return {through_experts(here, rows, counts, {.all = all, .begin = 0, .size = all}, next)};
+    const auto [begin, size] = chunk(all, same_tokens_.size(), same_tokens_.rank());
     const at::Tensor own = comm::differentiable::split(same_tokens_, rows);
-    const at::Tensor results = through_experts(own, counts_within(counts, begin, size), rows.size(0), next);
-    return {comm::differentiable::all_gather(same_tokens_, results, 0, rows.size(0), comm::differentiable::Gradient::Replicated)};
+    const at::Tensor results = through_experts(here, own, counts_within(counts, begin, size), {.all = all, .begin = begin, .size = size}, next);
+    return {comm::differentiable::all_gather(same_tokens_, results, 0, all, comm::differentiable::Gradient::Replicated)};
   }
 
  private:
@@ -132,10 +160,33 @@ class Exchanged : public nn::Interceptor {
     }
   }
 
-  /// `all`: rows of the tokens that these are a part of.
-  at::Tensor through_experts(const at::Tensor& rows, const at::Tensor& counts, int64_t all, const nn::Next& next) const {
+  /// What the other ranks of the group are to compare with their own (nn::bits_given).
+  int64_t told_of(const nn::GroupedExpertsImpl& here) const {
+    const std::vector<at::Tensor> weights{here.w1, here.w2, here.w3};
+    if (here.w1.is_meta() || std::ranges::none_of(weights, nn::was_given)) return 0;
+    const int64_t told = nn::bits_given(weights);
+    if (told != 0 && !are_copies(weights, here.experts() * sharers_ / group_.size())) return told;
+    std::ranges::for_each(weights, nn::forget_given);
+    return 0;
+  }
+
+  /// All ranks have been told the same, so all refuse.
+  void require_own_parts(const nn::GroupedExpertsImpl& here, const std::vector<int64_t>& told) const {
+    require(!nn::were_given_alike(told), "expert_parallel: '", here.path(), "' has the same weights on every rank of ", group_.name(),
+            ", which were given since the experts were dealt: a file that torch::save made of one rank's model holds that rank's experts; load by "
+            "checkpoint::load, each rank what it saved itself, or the whole before expert_parallel");
+    for (const at::Tensor& weight : {here.w1, here.w2, here.w3}) nn::forget_given(weight);  // behind the last refusal: else it is refused again
+  }
+
+  /// `lie`: where these rows are among those of all tokens that they are a part of.
+  at::Tensor through_experts(const nn::GroupedExpertsImpl& here, const at::Tensor& rows, const at::Tensor& counts, const experts::DryRows& lie,
+                             const nn::Next& next) const {
     if (group_.size() == 1) return next(nn::Values{rows, counts})[0].toTensor();
-    const Loads loads = meet(group_, sharers_, counts, {.all = all, .own = rows.size(0), .same_tokens = same_tokens_});
+    const int64_t told = told_of(here);
+    const Loads loads = meet(group_, sharers_, counts, {.rows = lie, .ranks = same_tokens_.size()}, told);
+    if (told != 0) require_own_parts(here, loads.told);
+    const nn::DrySizes sizes = rows.is_meta() ? experts::dry_sizes(group_.size() / sharers_) : nn::DrySizes::Known;
+    const nn::DrySizesScope scope(sizes);
     const Exchange exchange = experts::make_exchange(loads.own, loads.arriving, group_.size());
     const at::Device device = rows.device();
     const int64_t own = exchange.sent() / sharers_, empty = rows.size(0) - own;
@@ -150,7 +201,8 @@ class Exchanged : public nn::Interceptor {
     moving = apart_ ? computed_apart(moving, exchange.from, loads.arriving, next) : computed_together(moving, exchange, next);
     moving = comm::differentiable::all_to_all(group_, moving, exchange.to, exchange.from);
     if (sharers_ > 1) moving = kernels::combine_rows(moving, at::ones({own, sharers_}, moving.options().dtype(at::kFloat).requires_grad(false)), copies);
-    return empty > 0 ? at::constant_pad_nd(moving, {0, 0, 0, empty}) : moving;
+    const bool padded = empty > 0 || (sizes == nn::DrySizes::Most && experts::dry_rows_may_drop());  // one row that drops costs a copy of all
+    return padded ? at::constant_pad_nd(moving, {0, 0, 0, empty}) : moving;
   }
 
   at::Tensor computed_together(const at::Tensor& came, const Exchange& exchange, const nn::Next& next) const {
@@ -178,7 +230,10 @@ class Exchanged : public nn::Interceptor {
   at::Tensor sent_to_experts(const at::Tensor& rows, const Exchange& exchange) const {
     if (!nn::Meanwhile::any()) return comm::differentiable::all_to_all(group_, rows, exchange.from, exchange.to);
     const experts::InFlight coming = experts::begin_all_to_all(group_, rows, exchange.from, exchange.to);
-    nn::Meanwhile::run();
+    {
+      const nn::DrySizesScope elsewhere(nn::DrySizes::Known);
+      nn::Meanwhile::run();
+    }
     return experts::end_all_to_all(coming);
   }
 

@@ -33,15 +33,16 @@ struct ExpertParallelOptions {
 /// may go anywhere: none, or all to one rank. What a module can compute meanwhile (nn/meanwhile.h: shared experts) runs while the rows are on their way there,
 /// and in backward while their gradients are on their way back.
 ///
-///   traffic per call   forward an all-to-all of s E words; the rows that are chosen, s times (n-1)/n of them on average, to the experts and back, in the type
-///                      of the products; backward the same of their gradients. The number of rows is read on the host once a call
+///   traffic per call   forward an all-to-all of s E words, and one to each rank; the rows that are chosen, s times (n-1)/n of them on average, to the experts
+///                      and back, in the type of the products; backward the same of their gradients. The number of rows is read on the host once a call
 ///   memory             beside the rows that are here, those that came: s k T D on average, n times that at the most, while forward and backward run
 ///   gradients          of an expert's weights: of all tokens that came, from every rank of the group. Sum them over ranks that hold the same experts alone
 ///                      (experts_of is for the `only` of whoever synchronizes them)
 ///
-/// Every rank calls as often as the others, with or without tokens. Results do not depend on the number of ranks but for the order in which an expert's
-/// gradient is summed over its rows, which are in the order of ranks, and so of samples. The experts stay cut when it is destroyed, and their calls are refused
-/// from then on. What the ranks hold of them is said beside their slices, and clip_grad_norm goes by it.
+/// Refused are experts that a program has given all ranks alike since they were dealt (torch::load of one rank's file), unless a rank's are copies of one
+/// another. Every rank calls as often as the others, with or without tokens. Results do not depend on the number of ranks but for the order in which an
+/// expert's gradient is summed over its rows, which are in the order of ranks, and so of samples. The experts stay cut when it is destroyed, and their calls
+/// are refused from then on. What the ranks hold of them is said beside their slices, and clip_grad_norm goes by it.
 class ExpertParallel {
  public:
   ExpertParallel(comm::Group group, std::shared_ptr<const void> alive, Attachment attached)

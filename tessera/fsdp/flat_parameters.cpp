@@ -157,6 +157,7 @@ void FlatParameters::take_in(size_t limit) {
     nn::restore_known(parameter);  // set_data takes over what the other tensor says of itself
     nn::set_slice(parameter, cut_[i]);
     nn::keep_memory(parameter);
+    nn::note_given(parameter);
     nn::keep_beside(parameter, host_ != nullptr);
     brought_.wait();  // a copy to the device may still read what is written here
     drop_read();

@@ -11,8 +11,10 @@ bool is_kept_beside(const at::Tensor& parameter);
 /// Of a parameter that a program has given data of another shape, which its keeper takes in (the whole of a slice): it is again what it was known to be.
 void restore_known(const at::Tensor& parameter);
 
-/// Whether a program has given it data of its shape (set_data, torch::load, Module::to) since it was first spoken of, or since that was forgotten.
+/// Whether a program has given it data of its shape (set_data, torch::load, Module::to) since it was first spoken of, or since that was forgotten. A keeper
+/// that takes in what was given says so.
 bool was_given(const at::Tensor& parameter);
+void note_given(const at::Tensor& parameter);
 void forget_given(const at::Tensor& parameter);
 
 /// Tells those who watch operators that the parameter is about to be written, or its own memory read, past libtorch (a kernel that goes by pointers is an

@@ -182,6 +182,10 @@ bool was_given(const at::Tensor& parameter) {
   return data && data->given;
 }
 
+void note_given(const at::Tensor& parameter) {
+  change(parameter, [](ParameterData& data) { data.given = true; });
+}
+
 void forget_given(const at::Tensor& parameter) {
   if (was_given(parameter)) change(parameter, [](ParameterData& data) { data.given = false; });
 }

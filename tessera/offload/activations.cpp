@@ -12,6 +12,7 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/calls.h"
+#include "tessera/nn/dry_sizes.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/saved_tensors.h"
 #include "tessera/offload/parked_storage.h"
@@ -144,12 +145,14 @@ class Parks final : public nn::SavedTensorHooks {
     if (!tensor.has_storage() || tensor.layout() != at::kStrided || tensor.device().type() != shared_.depot->link.device.type()) return nullptr;
     const c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
     const auto bytes = static_cast<int64_t>(storage->nbytes());
-    if (bytes < shared_.min_bytes || lies_there_anyway(storage)) return nullptr;
+    const int64_t least = nn::DrySizesScope::now() == nn::DrySizes::Least ? 1 : shared_.min_bytes;  // it may be larger, and go
+    if (bytes < least || lies_there_anyway(storage)) return nullptr;
     std::shared_ptr<ParkedStorage> parked;
     if (const auto known = shared_.known.find(storage); known != shared_.known.end()) parked = known->second.lock();
     if (!parked || !parked->holds(tensor)) {
       if (!shared_.depot->has_room(bytes)) return nullptr;
       parked = std::make_shared<ParkedStorage>(shared_.depot, tensor, on_disk_);
+      if (nn::DrySizesScope::now() == nn::DrySizes::Most) parked->leave_behind(shared_.min_bytes - 1);  // it may be smaller, and stay
       shared_.known[storage] = parked;
       departure_->add(parked);
     }

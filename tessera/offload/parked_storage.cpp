@@ -58,6 +58,11 @@ ParkedStorage::~ParkedStorage() {
   if (!device_.defined()) depot_->away_bytes -= bytes_;
 }
 
+void ParkedStorage::leave_behind(int64_t bytes) {
+  const MemoryScope category(depot_->category);
+  left_ = at::empty({bytes}, at::TensorOptions(depot_->link.device).dtype(at::kByte));
+}
+
 bool ParkedStorage::holds(const at::Tensor& tensor) const {
   if (storage_.expired() || storage_._unsafe_get_target() != tensor.storage().unsafeGetStorageImpl()) return false;
   const c10::VariableVersion& writes = tensor.unsafeGetTensorImpl()->version_counter();
@@ -99,6 +104,7 @@ void ParkedStorage::copy_in() {
   const at::NoGradGuard no_grad;
   const CopyStream::Scope copying(depot_->link.in, CopyStream::Behind::Nothing);
   out_.hold_device();
+  left_.reset();
   device_ = at::empty({bytes_}, at::TensorOptions(depot_->link.device).dtype(at::kByte));
   device_.copy_(host_, /*non_blocking=*/true);
   in_ = depot_->link.in.point();

@@ -46,6 +46,9 @@ class ParkedStorage {
   ParkedStorage(const ParkedStorage&) = delete;
   ParkedStorage& operator=(const ParkedStorage&) = delete;
 
+  /// Until it is back so many bytes lie on the device in its place: for a dry run whose storage may be smaller in the run, and stay.
+  void leave_behind(int64_t bytes);
+
   /// Whether `tensor` shows the bytes that were parked, on the storage that they were on.
   bool holds(const at::Tensor& tensor) const;
 
@@ -73,6 +76,7 @@ class ParkedStorage {
   at::Tensor host_{};                            ///< [bytes], on the host; undefined while they are on disk alone
   std::shared_ptr<SpillFile::Extent> extent_{};  ///< on disk; null: on the host
   SpillFile::Ticket written_ = 0, read_ = 0;     ///< 0: not asked for
+  at::Tensor left_{};                            ///< see leave_behind
   at::Tensor device_{};                          ///< [bytes], back on the device
   CopyStream::Point out_{}, in_{};
 };

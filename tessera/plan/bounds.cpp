@@ -26,8 +26,10 @@ std::optional<double> seconds_of(const DryRun& run) { return run.time ? std::opt
 }  // namespace
 
 Unknowns unknowns_of(const Config& config, int world) {
-  const bool dealt = config.model.experts > 0 && config.mesh.ep > 1 && deals_experts(config, mesh_shape(config.mesh, config.zero.stage, world));
-  return {.documents = config.data.documents != "none", .routers = dealt};
+  const bool dealt = config.model.experts > 0 && deals_experts(config, mesh_shape(config.mesh, config.zero.stage, world));
+  // Between ranks that each hold a part of every expert no row travels that a capacity drops.
+  const bool dropped = config.mesh.expert_tp > 1 && config.moe.capacity_factor > 0 && config.model.router != "expert_choice";
+  return {.documents = config.data.documents != "none", .routers = dealt && (config.mesh.ep > 1 || dropped)};
 }
 
 double without_length(double whole, double parts) { return parts - (whole - parts) / (kShortDocuments - 1); }
@@ -78,7 +80,7 @@ nlohmann::json to_json(const Bounds& bounds) {
 std::string to_string(const Bounds& bounds, int64_t memory_limit) {
   std::string what;
   if (bounds.unknown.documents) what = "how long documents are (here each window is one)";
-  if (bounds.unknown.routers) what += (what.empty() ? "" : " and ") + std::string("which ranks' experts routers choose (here all alike)");
+  if (bounds.unknown.routers) what += (what.empty() ? "" : " and ") + std::string("which experts routers choose (here all alike)");
   std::string text = fmt::format("not known before it runs is {}: the rank that needs most needs {} to {}", what, format_bytes(bounds.lowest_needed),
                                  format_bytes(bounds.highest_needed));
   if (bounds.lowest_seconds)

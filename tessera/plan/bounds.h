@@ -12,7 +12,7 @@
 namespace tessera::plan {
 
 /// What decides of a step's size and time and is not known before it runs: how long the documents are that a window packs, of which a plan takes each window
-/// for one, and how many tokens routers send to experts that are dealt over ranks, of which it takes as many for each.
+/// for one, and how many tokens routers send to experts that are dealt over ranks, of which it takes as many for each, so that no capacity drops any.
 struct Unknowns {
   bool documents = false, routers = false;
   bool any() const { return documents || routers; }

@@ -263,19 +263,19 @@ class StepsReader {
   int64_t peak_ = -1;
 };
 
-/// With a router that gives each expert as many tokens, there is nothing to assume but that there are any: beside documents a micro-batch may be padding.
-experts::DryRouting routing_of(const Config& config, const DryRunOptions& options, const Mesh& mesh, const ColumnShare& columns) {
-  const bool even = config.model.router == "expert_choice" && (options.routed != experts::DryLoad::Fewest || config.data.documents == "none");
-  experts::DryRouting routing{.load = even ? experts::DryLoad::Even : options.routed,
+experts::DryRouting routing_of(const Config& config, const DryRunOptions& options, const Mesh& mesh, const data::LoaderOptions& loader) {
+  experts::DryRouting routing{.load = options.routed,
+                              .alike = config.model.router == "expert_choice" || config.model.experts_per_token == config.model.experts,
                               .per_token = std::max<int64_t>(1, config.model.experts_per_token),
                               .capacity_factor = config.moe.capacity_factor};
   const MeshRoles roles = mesh_roles(config);
   const int layers = mesh.size(roles.layers);
   const bool apart = config.tensor.sequence_parallel && layers > 1;  // ranks that share layers route other positions each
-  if (columns.cut() || apart) {
-    routing.tokens = [=, micro_size = config.batch.micro_size, cut = columns.rule({config.data.seq_len}, columns.ranks)](int world_rank) {
-      const int64_t own = cut.columns(mesh.rank(world_rank, roles.columns));
-      return micro_size * (apart ? chunk(own, layers, mesh.rank(world_rank, roles.layers)).second : own);
+  if (loader.columns.cut() || apart) {
+    const data::MicroBatch micro = data::dry_batch(loader, 1, at::kMeta).micro_batches.front();
+    routing.tokens = [=, rows = micro.rows, all = micro.seq_len, cut = micro.cut](int world_rank) {
+      const int64_t own = cut ? cut->columns(mesh.rank(world_rank, roles.columns)) : all;
+      return rows * (apart ? chunk(own, layers, mesh.rank(world_rank, roles.layers)).second : own);
     };
   }
   routing.part = [=](int world_rank) { return mesh.rank(world_rank, roles.layers); };
@@ -332,7 +332,7 @@ RankRun run_rank(const Config& config, int world_size, int rank, const std::vect
   data::LoaderOptions loader = loader_options(config, mesh);
   loader.dry_documents = options.documents;
   const nn::DryDocuments documents(loader.packed ? data::dry_documents(loader) : std::vector<int64_t>());
-  const experts::DryRoutingScope routing(routing_of(config, options, mesh, loader.columns));
+  const experts::DryRoutingScope routing(routing_of(config, options, mesh, loader));
   progress.steps = kDrySteps;
   RankClass known;
   for (const auto& p : stepper.run().parameters) known.parameters += p.tensor.numel();

@@ -13,7 +13,7 @@
 
 // A step repeats itself: but for the first and the last, micro-batches do the same, and what is different between ranks of a pipeline is the order of their
 // actions, which the schedule says. So a few micro-batches are run by the real code, and their actions' events are put in the order of all. What a rank posts
-// to be received belongs to the action that takes it, wherever it is posted.
+// to be received belongs to the action that takes it, wherever it is posted: from room for it to the event that says its receive has started.
 
 namespace tessera::plan {
 namespace {

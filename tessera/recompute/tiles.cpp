@@ -8,6 +8,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/tensor.h>
 
@@ -138,7 +139,7 @@ class ExpertTiles final : public nn::Interceptor {
  private:
   /// How many of `rows` rows from `begin` on are of each expert. In a dry run, which has no counts, all alike.
   static at::Tensor counts_within(const at::Tensor& counts, const std::vector<int64_t>& sizes, int64_t begin, int64_t rows) {
-    if (counts.is_meta()) return counts;
+    if (counts.is_meta()) return at::empty_like(counts);
     std::vector<int64_t> within;
     int64_t first = 0;
     for (const int64_t size : sizes) {

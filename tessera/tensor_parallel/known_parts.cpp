@@ -1,19 +1,19 @@
 #include "tessera/tensor_parallel/known_parts.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/stack.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
-#include "tessera/core/hash_tensor.h"
 #include "tessera/core/host_read.h"
 #include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/given_parts.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/kept_memory.h"
@@ -29,48 +29,49 @@ at::Tensor sum_of(const at::Tensor& parameter) {
   return parameter.detach().sum(at::kDouble);
 }
 
-/// What ranks tell each other of a part: of what kind it is, and its bits where it was given. A constant, such as zeros, may be all ranks'.
-constexpr double kConstant = 0, kOwn = 1, kGiven = 2;
-constexpr int64_t kTold = 2;
-
-at::Tensor told_of(const at::Tensor& part) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor values = part.detach().to(at::kCPU).contiguous();
-  const bool varies = values.numel() > 0 && values.ne(values.flatten()[0]).any().item<bool>();
-  const double kind = !varies ? kConstant : nn::was_given(part) ? kGiven : kOwn;
-  constexpr int exact = 11;  // bits of a hash that a double has no room for
-  return at::tensor({kind, kind == kGiven ? static_cast<double>(hash_of_values(values) >> exact) : 0.0}, at::kDouble);
+bool is_part(const at::Tensor& parameter, const comm::Group& group) {
+  return parameter.is_floating_point() && !parameter.is_meta() && std::ranges::any_of(nn::sharings_of(parameter), [&](const nn::Sharing& one) {
+           return one.axis == group.name() && one.sets == group.size() && one.even;
+         });
 }
 
-/// torch::save of one rank's cut model keeps its parts; torch::load of that file on every rank fits wherever cuts are even, and is another model. Such a file
-/// replaces all parts: where one of them differs between ranks, or was not given, those that are alike may be so on purpose (experts that begin as one layer).
-void refuse_one_ranks_parts(const comm::Group& group, const std::vector<nn::NamedParameter>& parameters) {
+/// What this rank tells of its parts (nn::bits_given); of those that are sharded their layers have told.
+int64_t told_of(const std::vector<nn::NamedParameter>& parts, const ToldParts& told) {
+  std::vector<at::Tensor> shown;
+  std::vector<int64_t> bits;
+  for (const auto& [name, part, aliases] : parts) {
+    if (!nn::keeps_memory(part)) {
+      shown.push_back(part);
+    } else if (const auto found = told.find(part.unsafeGetTensorImpl()); found != told.end()) {
+      bits.push_back(found->second);
+    } else {
+      return 0;
+    }
+  }
+  if (bits.empty()) return nn::bits_given(shown);
+  if (!shown.empty()) bits.push_back(nn::bits_given(shown));
+  const bool all = shown.empty() || bits.back() != 0, any = std::ranges::any_of(bits, [](int64_t each) { return each != 0; });
+  return all && any ? nn::told_together(bits) : 0;
+}
+
+void refuse_one_ranks_parts(const comm::Group& group, const std::vector<nn::NamedParameter>& parameters, ToldParts& told) {
   if (!group.engine()->moves_data() || group.size() == 1) return;
   std::vector<nn::NamedParameter> parts;
-  for (const auto& parameter : parameters) {
-    const auto sharings = nn::sharings_of(parameter.tensor);
-    const bool is_part =
-        std::ranges::any_of(sharings, [&](const nn::Sharing& one) { return one.axis == group.name() && one.sets == group.size() && one.even; });
-    if (is_part && parameter.tensor.is_floating_point() && !parameter.tensor.is_meta()) parts.push_back(parameter);
-  }
+  std::ranges::copy_if(parameters, std::back_inserter(parts), [&](const auto& parameter) { return is_part(parameter.tensor, group); });
   if (parts.empty()) return;
-  const bool was_given = std::ranges::any_of(parts, [](const auto& part) { return nn::was_given(part.tensor); });
-  std::vector<at::Tensor> told;
-  for (const auto& part : parts) told.push_back(was_given ? told_of(part.tensor) : at::zeros({kTold}, at::kDouble));
-  const at::Tensor own = at::stack(told).to(message_device(parts.front().tensor, group)), all = at::empty({group.size() * own.size(0), kTold}, own.options());
+  const auto options = at::TensorOptions(at::kLong).device(message_device(parts.front().tensor, group));
+  const at::Tensor own = at::full({1}, told_of(parts, told), options), all = at::empty({group.size()}, options);
   comm::all_gather(group, all, own);
   const std::vector<double> read = host_read_all(all, 0);
-  const auto of_rank = static_cast<std::ptrdiff_t>(own.numel());
-  bool alike = false;
-  for (auto at = read.begin(); at != read.end(); at += kTold) alike = alike || *at == kGiven;
-  for (auto at = read.begin(); at != read.end(); at += kTold) alike = alike && *at != kOwn;
-  for (auto rank = read.begin(); rank != read.end(); rank += of_rank) alike = alike && std::equal(rank, rank + of_rank, read.begin());
   const auto first = std::ranges::find_if(parts, [](const auto& part) { return nn::was_given(part.tensor); });
-  require(!alike, "parallelize_module: '", first == parts.end() ? parts.front().name : first->name,
+  require(!nn::were_given_alike({read.begin(), read.end()}), "parallelize_module: '", first == parts.end() ? parts.front().name : first->name,
           "' and all other parts have the same values on every rank of ", group.name(),
           ", and were given since they were cut: a file that torch::save made of one rank's model holds that rank's parts, and so does a vector of "
           "its parameters; load by checkpoint::load, each rank what it saved itself, or the whole before parallelize_module");
-  for (const auto& part : parts) nn::forget_given(part.tensor);  // behind the last refusal: until other values are loaded, it is refused again
+  for (const auto& part : parts) {  // behind the last refusal: until other values are loaded, it is refused again
+    if (!nn::keeps_memory(part.tensor)) nn::forget_given(part.tensor);
+  }
+  told.clear();
 }
 
 /// A pass that is recorded for its shapes has no values, and answers questions about them.
@@ -80,8 +81,8 @@ bool is_recorded(const nn::Values& inputs) {
 
 }  // namespace
 
-KnownParts::KnownParts(std::string axis, const std::vector<at::Tensor>& parameters, bool watches_terms)
-    : axis_(std::move(axis)), watches_terms_(watches_terms) {
+KnownParts::KnownParts(std::string axis, const std::vector<at::Tensor>& parameters, bool watches_terms, std::shared_ptr<ToldParts> told)
+    : axis_(std::move(axis)), watches_terms_(watches_terms), told_(std::move(told)) {
   for (const at::Tensor& parameter : parameters) parts_.push_back({nn::slice_of(parameter).name, WeakTensor(parameter.getIntrusivePtr())});
 }
 
@@ -92,6 +93,10 @@ nn::Values KnownParts::call(nn::Module& /*module*/, nn::Values inputs, const nn:
     if (!impl) continue;
     const at::Tensor parameter(std::move(impl));
     check_known(part.name, parameter);
+    if (watches_terms_ && !recorded && nn::keeps_memory(parameter) && nn::was_given(parameter)) {
+      told_->insert_or_assign(parameter.unsafeGetTensorImpl(), nn::bits_given({parameter}));
+      nn::forget_given(parameter);
+    }
     if (watches_terms_ && !part.is_looked_after && at::GradMode::is_enabled() && !recorded) look_after_term(part, parameter);
   }
   return next(std::move(inputs));
@@ -120,23 +125,27 @@ void KnownParts::look_after_term(Part& part, const at::Tensor& parameter) const 
           "before clipping and the update, call nn::sum_terms(parallel->group(), wrapper.updated()), or, without a wrapper, of nn::unique_parameters(*model)");
 }
 
-WholeParts::WholeParts(comm::Group group, const std::vector<nn::NamedParameter>& parameters) : group_(std::move(group)) {
+WholeParts::WholeParts(comm::Group group, const std::vector<nn::NamedParameter>& parameters, std::set<const nn::Module*> meeting,
+                       std::shared_ptr<ToldParts> told)
+    : group_(std::move(group)), meeting_(std::move(meeting)), told_(std::move(told)) {
   for (const auto& parameter : parameters) parts_.emplace_back(parameter.name, parameter.tensor.getIntrusivePtr());
 }
 
 nn::Values WholeParts::call(nn::Module& module, nn::Values inputs, const nn::Next& next) {
-  const bool is_pass = at::GradMode::is_enabled() && !is_recorded(inputs);
-  if (is_pass && first_ == nullptr) first_ = &module;
-  if (is_pass && first_ == &module && nn::is_due(++passes_)) {
-    std::vector<nn::NamedParameter> there;
+  if (is_recorded(inputs)) return next(std::move(inputs));
+  const bool trains = at::GradMode::is_enabled();
+  Passes& passes = trains ? training_ : evaluation_;
+  if (passes.first == nullptr && (trains || meeting_.contains(&module))) passes.first = &module;
+  if (passes.first == &module && nn::is_due(++passes.count)) {
+    std::vector<nn::NamedParameter> there, shown;
     for (const auto& [name, tensor] : parts_) {
       auto impl = tensor.lock();
       if (!impl) continue;
-      const at::Tensor parameter(std::move(impl));
-      if (!nn::keeps_memory(parameter)) there.push_back({name, parameter, {}});
+      there.push_back({name, at::Tensor(std::move(impl)), {}});
+      if (!nn::keeps_memory(there.back().tensor)) shown.push_back(there.back());
     }
-    nn::require_alike(group_, there);
-    refuse_one_ranks_parts(group_, there);
+    if (trains) nn::require_alike(group_, shown);
+    refuse_one_ranks_parts(group_, there, *told_);
   }
   return next(std::move(inputs));
 }

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,11 +20,14 @@ namespace tessera::tensor_parallel {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
+/// Of parts that are sharded, and shown while their layers' calls run alone: what those have told (nn::bits_given) of such as were given since it was compared.
+using ToldParts = std::map<const c10::TensorImpl*, int64_t>;
+
 /// Refuses to compute with data of another shape that a program has put in a part's place, of which nobody knows what it is a part of. And with parameters that
 /// were updated by a term of their gradient, each rank by another; of those that a wrapper shards, whoever clips or updates its parts looks.
 class KnownParts final : public nn::Interceptor {
  public:
-  KnownParts(std::string axis, const std::vector<at::Tensor>& parameters, bool watches_terms);
+  KnownParts(std::string axis, const std::vector<at::Tensor>& parameters, bool watches_terms, std::shared_ptr<ToldParts> told);
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override;
 
@@ -42,23 +47,32 @@ class KnownParts final : public nn::Interceptor {
 
   std::string axis_;
   bool watches_terms_;
+  std::shared_ptr<ToldParts> told_;
   std::vector<Part> parts_;
 };
 
 /// What a plan does not name is taken for whole, with the whole of its gradient. Around the calls of all of the plan's layers, one for all: of the layer that
 /// this rank calls first (a stage of a pipeline calls its own alone) a few calls look whether the ranks have updated it alike (nn::require_alike), and whether
-/// all have been given one rank's parts. Sharded parameters, whose slices are not shown while a forward runs, are nn::sum_terms' to look at.
+/// all have been given one rank's parts, which they look for in evaluations, too: there of a layer whose forward meets the other ranks anyway, for a program
+/// may have one rank evaluate others. Whether sharded parameters, whose slices are not shown while a forward runs, were updated alike nn::sum_terms looks.
 class WholeParts final : public nn::Interceptor {
  public:
-  WholeParts(comm::Group group, const std::vector<nn::NamedParameter>& parameters);
+  /// `meeting`: layers without whose forward on all ranks none ends.
+  WholeParts(comm::Group group, const std::vector<nn::NamedParameter>& parameters, std::set<const nn::Module*> meeting, std::shared_ptr<ToldParts> told);
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override;
 
  private:
+  struct Passes {
+    const nn::Module* first = nullptr;  ///< the layer by whose calls they are counted
+    int64_t count = 0;
+  };
+
   comm::Group group_;
-  const nn::Module* first_ = nullptr;
+  std::set<const nn::Module*> meeting_;
+  std::shared_ptr<ToldParts> told_;
   std::vector<std::pair<std::string, WeakTensor>> parts_;
-  int64_t passes_ = 0;
+  Passes training_, evaluation_;
 };
 
 }  // namespace tessera::tensor_parallel

@@ -66,6 +66,8 @@ class Builder {
       if (!nn::slice_of(weight).is_whole()) cut_by_.emplace(weight.unsafeGetTensorImpl(), style_ + " of '" + path_ + "'");
     }
     styled_.push_back(&module);
+    const auto* const row = std::get_if<RowParallel>(&style);
+    if ((row != nullptr && row->output != TensorLayout::Partial) || std::holds_alternative<VocabParallelEmbedding>(style)) meeting_.insert(&module);
     attached_.add(nn::attach(module, std::move(interceptor)));
     attached_.add(nn::expect_call(module, "parallelize_module: " + style_ + " of '" + path + "'"));
     attach_check(module);
@@ -94,7 +96,7 @@ class Builder {
       nn::add_sharing(parameter.tensor, std::move(sharing));
     }
     if (options_.watch_terms && size() > 1) {
-      const auto wholes = std::make_shared<WholeParts>(context_->group, nn::unique_parameters(module));
+      const auto wholes = std::make_shared<WholeParts>(context_->group, nn::unique_parameters(module), meeting_, told_);
       for (nn::Module* const layer : styled_) attached_.add(nn::attach(*layer, wholes));
     }
     return std::make_unique<TensorParallel>(context_->group, context_, alive_, std::move(attached_));
@@ -182,7 +184,7 @@ class Builder {
       if (owners_.contains(&module) && sharings_.contains(parameter.unsafeGetTensorImpl())) shared.push_back(parameter);
     }
     if (shared.empty()) return;
-    attached_.add(nn::attach(module, std::make_shared<KnownParts>(context_->group.name(), shared, options_.watch_terms)));
+    attached_.add(nn::attach(module, std::make_shared<KnownParts>(context_->group.name(), shared, options_.watch_terms, told_)));
     nn::require_handle(module, alive_, kName);
   }
 
@@ -373,6 +375,8 @@ class Builder {
   bool embeds_;  ///< whether the plan turns ids into activations
   std::string path_, style_;
   std::vector<nn::Module*> styled_;
+  std::set<const nn::Module*> meeting_;  ///< of those, layers whose forward adds up the ranks' results
+  std::shared_ptr<tensor_parallel::ToldParts> told_ = std::make_shared<tensor_parallel::ToldParts>();
   std::map<const nn::Module*, std::string> owners_;
   std::map<const c10::TensorImpl*, nn::Sharing> sharings_;
   std::map<const c10::TensorImpl*, std::string> cut_by_;         ///< of what is cut: the style that did

@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/comm/backends/record.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
 #include "tessera/core/events.h"
@@ -137,6 +138,54 @@ TEST(ExpertParallel, KnowsItsPartsBehindACastAndAnAverage) {
     EXPECT_THAT(refusal([&] { (void)mixture(numbers(5, world.rank())); }),
                 AllOf(HasSubstr("expert_parallel: '"), HasSubstr(".w1'"), HasSubstr("was given data of another shape")));
   });
+}
+
+/// Ranks that all hold one rank's experts would compute another model, and nothing of its shapes says so; in training and in evaluation.
+TEST(ExpertParallel, OneRanksExpertsOnAllRanksAreRefused) {
+  for (const int sharers : {1, 2}) {
+    run_ranks(2, [&](World& world) {
+      MixtureFeedForward mixture =
+          on_meta_mixture({.family = "mixtral", .dim = kDim, .layers = 1, .heads = 2, .ffn_dim = 8, .experts = 4, .experts_per_token = 2});
+      const auto parallel = expert_parallel(*mixture, world.group(), {.sharers = sharers});
+      draw(mixture);
+      std::vector<at::Tensor> weights, own, first, copies;
+      for (const auto& parameter : nn::unique_parameters(*mixture, experts_of(*mixture, true))) {
+        weights.push_back(parameter.tensor);
+        own.push_back(parameter.tensor.detach().clone());
+        const at::Tensor whole = at::empty({2 * own.back().numel()}, own.back().options());
+        comm::all_gather(world.group(), whole, own.back().reshape({-1}).contiguous());
+        first.push_back(whole.narrow(0, 0, own.back().numel()).view(own.back().sizes()).clone());
+        copies.push_back(first.back().view({2 * sharers, -1}).narrow(0, 0, 1).expand({2 * sharers, -1}).reshape(own.back().sizes()));
+      }
+      const auto give = [&](const std::vector<at::Tensor>& values) {
+        for (size_t i = 0; i < weights.size(); ++i) weights[i].set_data(values[i].clone());
+      };
+      const auto train = [&] { (void)passes(mixture, numbers(5, world.rank())); };
+      const auto evaluate = [&] {
+        const at::NoGradGuard no_grad;
+        (void)mixture(numbers(5, world.rank()));
+      };
+      const auto refused = AllOf(HasSubstr("experts' has the same weights on every rank of"), HasSubstr("checkpoint::load"));
+      give(first);
+      EXPECT_THAT(refusal(evaluate), refused);
+      EXPECT_THAT(refusal(train), refused) << "still";
+      give(own);
+      train();
+      give(first);
+      EXPECT_THAT(refusal(train), refused);
+      give(own);
+      for (const size_t i : {1, 2}) weights[i].set_data(first[i].clone());
+      train();  // what is alike beside what is not may be meant so
+      weights[0].set_data(first[0].clone());
+      train();  // nor is one that alone was given
+      give(own);
+      train();
+      if (world.rank() == 1) give(first);
+      train();       // nor what one rank alone was given
+      give(copies);  // a layer that all experts begin as
+      train();
+    });
+  }
 }
 
 TEST(ExpertParallel, TakesRanksWithoutTokensAndOneExpertForAll) {
@@ -332,7 +381,7 @@ TEST(ExpertParallel, SendsTheChosenRowsOnce) {
     }
     EXPECT_EQ(calls, 5);  // counts; rows there and back; their gradients back and there
     const std::lock_guard lock(mutex);
-    rows["sent"] += bytes - (ranks - 1) * experts / ranks * 8;
+    rows["sent"] += bytes - (ranks - 1) * (experts / ranks + 1) * 8;  // what ranks compare of their weights lies behind the counts
   });
   // Of all ranks together a row that leaves comes back, and so does its gradient.
   EXPECT_EQ(rows["sent"] % (4 * kDim * 4), 0);

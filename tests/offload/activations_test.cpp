@@ -10,6 +10,7 @@
 
 #include "tessera/memory/history.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/dry_sizes.h"
 #include "tessera/recompute/recompute.h"
 #include "tests/recompute/net.h"
 #include "tests/test_device.h"
@@ -203,6 +204,41 @@ TEST(OffloadActivations, StaysWithinItsBudgetAndAboveItsThreshold) {
   EXPECT_EQ(most(options), all / 5 * 2) << "the first two layers";
   options.fraction = 1, options.where = {{"layers.1"}, {"layers.3.w2"}};
   EXPECT_GT(most(options), all / 5);
+}
+
+/// A dry run of the least or the most that a run may have there bounds what it takes on either side of the threshold.
+TEST(OffloadActivations, SizesThatAreNotKnownMayLieOnEitherSideOfTheThreshold) {
+  Net net(5);
+  constexpr int64_t one = 3 * 8 * 4;
+  struct Bytes {
+    int64_t away, here, most_in_backward;
+    bool operator==(const Bytes&) const = default;
+  };
+  const auto after_forward = [&](nn::DrySizes sizes, int64_t min_bytes) {
+    auto options = everything(/*prefetch=*/9);
+    options.min_bytes = min_bytes;
+    const auto moved = offload_activations(net, test_device(), options);
+    const at::Tensor x = input().requires_grad_();
+    MemoryTracker memory;
+    const TrackMemory track(memory);
+    const nn::DrySizesScope scope(sizes);
+    const at::Tensor y = net(x).sum();
+    Bytes bytes{.away = on_host(memory), .here = memory.current(), .most_in_backward = 0};
+    memory.reset_peak();
+    y.backward();
+    bytes.most_in_backward = memory.peak();
+    net->zero_grad();
+    x.mutable_grad().reset();
+    EXPECT_EQ(memory.current(), static_cast<int64_t>(y.nbytes()));
+    return bytes;
+  };
+  const Bytes small_go = after_forward(nn::DrySizes::Known, 1), large_go = after_forward(nn::DrySizes::Known, one);
+  EXPECT_GT(small_go.away, large_go.away) << "what dropout keeps is smaller";
+  EXPECT_EQ(after_forward(nn::DrySizes::Least, one + 1), small_go);
+  const Bytes most = after_forward(nn::DrySizes::Most, one);
+  EXPECT_EQ(most.away, large_go.away);
+  EXPECT_EQ(most.here, large_go.here + large_go.away / one * (one - 1)) << "each as large as what stays may be";
+  EXPECT_EQ(most.most_in_backward, large_go.most_in_backward) << "what is back lies there once";
 }
 
 TEST(OffloadActivations, LeavesEvaluationAlone) {

@@ -93,6 +93,9 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunOfTiles) {
     auto both = tiled;
     both.insert(both.end(), {"model.tie_embeddings=true", "recompute.mode=full"});
     expect_real_peak(config("gpt2", both), 1);
+    auto experts = tiled;  // each token goes to all, so that what a router chooses tells nothing
+    experts.insert(experts.end(), {"model.experts=2", "model.experts_per_token=2"});
+    expect_real_peak(config("mixtral", experts), 1);
   }
 }
 
@@ -151,6 +154,55 @@ TEST_F(DryRunTest, PackedDocumentsOverRanksTakeNoMoreThanThePlan) {
       }
     }
   }
+}
+
+/// Experts that choose, and those that every token takes, have as many rows each, of which a rank's part is what lies there: no router decides. Ranks 1 and 2
+/// of four that cut layers, which deal experts two by two, are sent none. Tokens are as many as to leave a remainder, or uneven; packed windows are one row,
+/// which is cut as a whole.
+TEST_F(DryRunTest, PeakEqualsTheRealRunWhereExpertsHaveAlike) {
+  const std::string chooses = "model.router=expert_choice", all = "model.experts_per_token=4";
+  const std::vector<std::pair<int, std::vector<std::string>>> layouts{
+      {2, {"mesh.tp=2", "mesh.ep=2", chooses, "model.experts=6"}},
+      {4, {"mesh.tp=4", "mesh.ep=2", chooses}},
+      {4, {"mesh.tp=4", "mesh.ep=2", "mesh.expert_tp=2", chooses}},
+      {4, {"mesh.tp=2", "mesh.dp_shard=2", "zero.stage=1", "mesh.ep=4", chooses}},
+      {4, {"mesh.tp=4", "mesh.ep=2", all, "moe.capacity_factor=0.4"}},
+      {4, {"mesh.tp=4", "mesh.ep=2", all, "tensor.sequence_parallel=true"}},
+      {4, {"mesh.tp=2", "mesh.cp=2", "zero.stage=1", "mesh.ep=2", all}},
+      {3,
+       {"mesh.cp=3", "zero.stage=1", "mesh.expert_tp=3", all, "model.ffn_dim=42", "context.balance=contiguous", write_even_lines(), "data.documents=lines",
+        "data.seq_len=16"}}};
+  for (const auto& [world, sets] : layouts) {
+    SCOPED_TRACE(::testing::PrintToString(sets));
+    std::vector<std::string> here{"model.experts=4",      "model.ffn_dim=40", "data.seq_len=13", "batch.micro_size=3",
+                                  "batch.global_size=12", "run.threads=1",    "run.steps=3",     "comm.backend=shm"};
+    here.insert(here.end(), sets.begin(), sets.end());
+    const Config alike = config("mixtral", here);
+    expect_real_peak(alike, world);
+    if (alike.data.documents != "none") continue;  // what is padding is not known
+    const auto even = plan::dry_run(alike, world).ranks;
+    for (const auto asked : {experts::DryLoad::Fewest, experts::DryLoad::Most}) {
+      const auto bound = plan::dry_run(alike, world, {.routed = asked}).ranks;
+      for (size_t i = 0; i < even.size(); ++i) EXPECT_EQ(total_of(bound.at(i).peak_bytes), total_of(even[i].peak_bytes)) << i;
+    }
+  }
+}
+
+/// Where windows end in padding, experts that choose have fewer rows, which lie in front: a part of them then has rows of experts of which it has none at most.
+TEST_F(DryRunTest, MostOfExpertsThatChooseIsNotWhatWholeWindowsAre) {
+  const Config padded =
+      config("mixtral", {write_lines(), "data.documents=lines", "data.seq_len=29", "model.experts=4", "model.ffn_dim=40", "batch.micro_size=3",
+                         "batch.global_size=12", "run.threads=1", "run.steps=3", "comm.backend=shm", "mesh.tp=4", "mesh.ep=2", "model.router=expert_choice"});
+  const auto peak_of = [&](experts::DryLoad routed) {
+    std::vector<int64_t> peaks(4);
+    for (const auto& ranks : plan::dry_run(padded, 4, {.routed = routed}).ranks) {
+      for (const int rank : ranks.examples) peaks[static_cast<size_t>(rank)] = total_of(ranks.peak_bytes);
+    }
+    return peaks;
+  };
+  const auto whole = peak_of(experts::DryLoad::Even), most = peak_of(experts::DryLoad::Most), real = train(padded, 4).peak_of_rank;
+  for (size_t rank = 0; rank < real.size(); ++rank) EXPECT_LE(real[rank], most[rank]) << rank;
+  EXPECT_GT(real[1], whole[1]) << "which is why most is asked for";
 }
 
 /// `ep` deals experts, and not what they are given: rows come from as many ranks as there are.

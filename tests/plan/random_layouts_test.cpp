@@ -146,9 +146,55 @@ TEST_F(RandomLayoutPlans, WhateverTrainsHasAPlan) { run_seeds(0, 6, /*compared=*
 TEST_F(RandomLayoutPlans, PeaksAreThoseOfTheRun) { run_seeds(12, 24, /*compared=*/true); }
 
 /// Whose parts of a sequence, and of the tokens that they share, are uneven or empty; experts without rows, by plain operators; and rows of uneven layers
-/// (451); a micro-batch that is all padding (94).
+/// (451); a micro-batch that is all padding (94); documents that attention fills up, of windows that it does not (635); parts of
+/// what experts choose (2086); packed windows, cut as one row (2069).
 TEST_F(RandomLayoutPlans, PeaksOnRanksWithOtherRows) {
-  for (const uint64_t seed : {49, 58, 70, 85, 94, 219, 451}) run_seeds(seed, seed + 1, /*compared=*/true);
+  for (const uint64_t seed : {49, 58, 70, 85, 94, 219, 451, 635, 2069, 2086}) run_seeds(seed, seed + 1, /*compared=*/true);
+}
+
+/// Recomputation that keeps casts, around experts whose counts are read on the host (903), and those whose rows are moved by what the host has told (600).
+TEST_F(RandomLayoutPlans, PeaksWhereOutputsOfOperatorsAreKept) {
+  for (const uint64_t seed : {600, 903}) run_seeds(seed, seed + 1, /*compared=*/true);
+}
+
+/// Experts that are cut over ranks of data get what a capacity has not dropped: routers decide, and where small tensors stay on the device, fewer rows may take
+/// more of it.
+TEST_F(RandomLayoutPlans, PeaksWhereACapacityDropsRowsOfCutExperts) {
+  for (const std::vector<std::string>& away : {std::vector<std::string>{}, {"offload.activations=host", "offload.min_bytes=10240", "model.layers=6"}}) {
+    SCOPED_TRACE(::testing::PrintToString(away));
+    std::vector<std::string> sets{"mesh.dp_shard=2", "mesh.expert_tp=2", "zero.stage=1",       "moe.capacity_factor=1",
+                                  "run.threads=1",   "run.steps=2",      "batch.global_size=4"};
+    sets.insert(sets.end(), away.begin(), away.end());
+    const Config made = config("mixtral", sets);
+    EXPECT_TRUE(plan::unknowns_of(made, 2).routers);
+    const Peaks plan = planned(made, 2), real = taken(made, 2);
+    const auto [lowest, highest] = ranges(made, 2, plan);
+    for (size_t rank = 0; rank < real.size(); ++rank) {
+      const auto took = static_cast<double>(total_of(real[rank])), even = static_cast<double>(total_of(plan[rank]));
+      if (away.empty()) {
+        EXPECT_LT(took, (1 - kBound) * even);
+      } else {
+        EXPECT_GT(took, (1 + kBound) * even);
+      }
+      EXPECT_GE(took, lowest[rank]) << differences(plan[rank], real[rank]);
+      EXPECT_LE(took, highest[rank]) << differences(plan[rank], real[rank]);
+      EXPECT_GT(lowest[rank], 0.5 * even);
+      EXPECT_LT(highest[rank], 1.5 * even);
+    }
+  }
+  Config uncut = config("mixtral", {"mesh.tp=2", "moe.capacity_factor=1"});
+  EXPECT_FALSE(plan::unknowns_of(uncut, 2).any()) << "nothing travels";
+  uncut = config("mixtral", {"mesh.dp_shard=2", "mesh.expert_tp=2", "zero.stage=1"});
+  EXPECT_FALSE(plan::unknowns_of(uncut, 2).any()) << "all rows do";
+}
+
+/// The rows that no expert gets are zeros behind the results, which are copied for them.
+TEST_F(RandomLayoutPlans, TheMostHasTheCopyOfResultsThatDroppedRowsCost) {
+  const Config made = config("mixtral", {"mesh.dp_shard=2", "mesh.expert_tp=2", "zero.stage=1", "moe.capacity_factor=1"});
+  const auto operators = [&](experts::DryLoad routed) {
+    return only<OperatorEvent>(plan::dry_run(made, 2, {.events = true, .routed = routed}).ranks.at(0).events).size();
+  };
+  EXPECT_GT(operators(experts::DryLoad::Most), operators(experts::DryLoad::Even));
 }
 
 TEST_F(RandomLayoutPlans, DISABLED_Many) {

@@ -211,6 +211,16 @@ TEST_F(RehearsalTest, GivesThePlanOfAPipeline) {
   expect_the_same("mlp", {"model.layers=4", "batch.global_size=9", "mesh.pp=2", "pipeline.schedule=pipedream"}, 2);
 }
 
+/// What a check of messages needs belongs to the message, wherever it is posted.
+TEST_F(RehearsalTest, GivesThePlanOfCheckedMessages) {
+  const Sets checked{"comm.check=true", "mesh.pp=3", "batch.global_size=9", "model.layers=6"};
+  for (const Sets& schedule : std::vector<Sets>{{"pipeline.schedule=1f1b"}, {"pipeline.schedule=v_min", "pipeline.virtual_stages=2"}}) {
+    Sets sets = checked;
+    sets.insert(sets.end(), schedule.begin(), schedule.end());
+    expect_the_same("llama", sets, 3);
+  }
+}
+
 TEST(Rehearsal, RunsAsFewMicroBatchesAsThereAreKinds) {
   const auto one = [](int micro_batches) {
     schedules::Schedule schedule{.name = "one", .micro_batches = micro_batches, .rank_of = {0}, .actions = {{}}};

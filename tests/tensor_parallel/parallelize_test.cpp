@@ -274,10 +274,20 @@ TEST(TensorParallel, OneRanksPartsOnAllRanksAreRefused) {
       size_t i = 0;
       for (const at::Tensor& parameter : net->parameters()) parameter.set_data(values[i++].clone());
     };
+    const auto evaluate = [&] {
+      const at::NoGradGuard no_grad;
+      net(x);
+    };
+    const auto refused = AllOf(HasSubstr("'up.weight' and all other parts have the same values on every rank"), HasSubstr("checkpoint::load"));
     give(first);
     pass();
-    EXPECT_THAT(testing_support::refusal(pass),
-                AllOf(HasSubstr("'up.weight' and all other parts have the same values on every rank"), HasSubstr("checkpoint::load")));
+    EXPECT_THAT(testing_support::refusal(pass), refused);
+    evaluate();
+    EXPECT_THAT(testing_support::refusal(evaluate), refused);
+    for (int alone = 0; alone < 4 && world.rank() == 0; ++alone) {  // a layer that waits for nobody
+      const at::NoGradGuard no_grad;
+      net->up(x);
+    }
     give(own);
     for (int step = 0; step < 8; ++step) pass();
     const at::Tensor kept = own[0];  // one part that is alike, beside others that are not, may be meant so
