@@ -23,6 +23,7 @@ namespace {
 
 struct ConvertFlags {
   std::string checkpoint, out, to, dtype;
+  std::vector<std::string> sets;
   bool merge_lora = false;
   std::optional<int64_t> experts, experts_per_token, seed;
   int64_t max_shard_bytes = checkpoint::ExportOptions{}.max_shard_bytes;
@@ -80,10 +81,35 @@ void check_outside(const std::string& out) {
   }
 }
 
+/// A checkpoint is written as the run's settings say it is; where the files are that it was made beside is another matter.
+void check_sets(const std::vector<std::string>& sets) {
+  for (const std::string& set : sets) {
+    const std::string key = set.substr(0, set.find('='));
+    require(key == "model.from_hf" || key == "data.tokenizer", "--set ", set,
+            ": a checkpoint is written as it was trained; only where files are now can be set (model.from_hf, data.tokenizer)");
+  }
+}
+
+/// The model whose folder, if any, adapters are to name as what they were trained beside. One that is gone cannot be compared.
+ModelConfig model_beside(const FoundCheckpoint& source) {
+  ModelConfig model = source.config.model;
+  if (model.from_hf.empty()) return model;
+  if (!is_there(std::filesystem::path(model.from_hf) / "config.json")) {
+    say_once({detail::concat("model.from_hf = ", model.from_hf,
+                             ": is no folder of a model (any more), so the adapters name none that they were trained beside; "
+                             "to name one give --set model.from_hf=DIR")});
+    model.from_hf.clear();
+    return model;
+  }
+  check_quantized_source(source.config, {.folder = &source.folder, .manifest = &source.manifest});
+  return model;
+}
+
 int convert(const ConvertFlags& flags) {
   require(!flags.out.empty(), "OUT is empty: name the folder to write");
   require(flags.max_shard_bytes > 0, "--max-shard-bytes = ", flags.max_shard_bytes, ": it must be at least 1");
-  const auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT");
+  check_sets(flags.sets);
+  const auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT", flags.sets);
   check_outside(flags.out);
   say_once(source.remarks);
   const LoraConfig& lora = source.config.lora;
@@ -94,7 +120,7 @@ int convert(const ConvertFlags& flags) {
   options.text_ids = [&](bool folder) { return text_ids_of(source, folder); };
   if (flags.merge_lora) check_quantized_source(source.config, {.folder = &source.folder, .manifest = &source.manifest});
   if (flags.merge_lora) options.lora_scale = lora.alpha / static_cast<double>(lora.rank);
-  const auto exported = flags.to == "peft" ? checkpoint::export_peft(source.folder, source.config.model, lora, flags.out, options)
+  const auto exported = flags.to == "peft" ? checkpoint::export_peft(source.folder, model_beside(source), lora, flags.out, options)
                                            : checkpoint::export_hugging_face(source.folder, source.config.model, flags.out, options);
   std::printf("%s: %lld tensors, %lld bytes in %lld %s, from %s\n", flags.out.c_str(), static_cast<long long>(exported.tensors),
               static_cast<long long>(exported.bytes), static_cast<long long>(exported.files), exported.files == 1 ? "file" : "files",
@@ -115,6 +141,7 @@ void add_convert(Command app, int& exit_code) {
                   "peft: the adapters of a run with lora.modules alone, in PEFT's format")
       .required()
       .one_of({"hf", "moe", "peft"});
+  command.add_option("--set", flags->sets, "model.from_hf=DIR or data.tokenizer=FILE: where what the run read is now").one_at_a_time();
   command.add_flag("--merge-lora", flags->merge_lora, "Adds adapters to the weights: W + alpha / rank * B A");
   command.add_option("--experts", flags->experts, "With --to moe: experts of a block (8)");
   command.add_option("--experts-per-token", flags->experts_per_token, "With --to moe: experts that a token visits (2)");

@@ -60,7 +60,7 @@ std::string layout_text(const Config& config, int ranks) {
 }
 
 /// Elements of the model's tensors, with experts also those that one token meets; who saved it, and how the model was dealt over them.
-json facts_of(const std::filesystem::path& folder, const checkpoint::Manifest& manifest) {
+json facts_of(const checkpoint::Manifest& manifest) {
   int64_t total = 0;
   for (const auto& [name, tensor] : manifest.tensors) {
     if (name.starts_with("model.")) total += std::accumulate(tensor.shape.begin(), tensor.shape.end(), int64_t{1}, std::multiplies<>());
@@ -69,10 +69,10 @@ json facts_of(const std::filesystem::path& folder, const checkpoint::Manifest& m
   const int ranks = ranks_of(manifest);
   if (ranks > 0) facts["ranks"] = ranks;
   if (const auto kind = manifest.optimizer.find("kind"); kind != manifest.optimizer.end() && kind->is_string()) facts["optimizer"] = *kind;
-  if (!manifest.progress.contains("config")) return facts;  // of a program of somebody's own
-  const Config config = config_of(manifest.progress, folder.string());
-  if (config.model.experts > 0) facts["active_parameters"] = num_active_parameters(config.model);
-  if (const std::string layout = layout_text(config, ranks); !layout.empty()) facts["layout"] = layout;
+  const auto config = config_if_any(manifest.progress);
+  if (!config) return facts;  // of a program of somebody's own
+  if (config->model.experts > 0) facts["active_parameters"] = num_active_parameters(config->model);
+  if (const std::string layout = layout_text(*config, ranks); !layout.empty()) facts["layout"] = layout;
   return facts;
 }
 
@@ -95,7 +95,7 @@ json checkpoint_json(const std::filesystem::path& folder) {
   json found{{"kind", "checkpoint"},    {"step", manifest.step}, {"valid", !problem}, {"problem", problem.value_or("")},
              {"files", manifest.files}, {"tensors", tensors}};
   if (!checkpoint::makes_numbers(manifest.progress)) found["replay"] = "not finite";
-  found.update(facts_of(folder, manifest));
+  found.update(facts_of(manifest));
   return found;
 }
 

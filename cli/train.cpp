@@ -120,6 +120,10 @@ std::optional<DumpRequest> dump_request(const TrainFlags& flags, const Config& c
   require(!updates_within_steps(config, size_along(mesh, mesh_roles(config).stages)), "--dump-step = ", step,
           ": with pipeline.schedule = ", config.pipeline.schedule,
           " a step has many updates, each with gradients of its own; leave it out, or set pipeline.schedule = 1f1b");
+  require(
+      !config.offload.delayed_update, "--dump-step = ", step,
+      ": with offload.delayed_update = true the update of a step runs while the next one computes, so that at its end the weights lack it; leave it out, or "
+      "set offload.delayed_update = false");
   return DumpRequest{step, folder};
 }
 

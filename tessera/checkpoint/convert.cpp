@@ -80,12 +80,23 @@ std::vector<HuggingFaceTensor> upcycled_table(std::vector<HuggingFaceTensor> tab
   return table;
 }
 
+/// That of the first tensor that is stored: what is made again, or drawn, is written as the others are.
+at::ScalarType stored_dtype(const std::vector<FileTensor>& tensors, const Manifest& manifest) {
+  for (const auto& tensor : tensors) {
+    for (const auto& row : tensor.parts) {
+      if (const auto stored = manifest.tensors.find(stored_name(row)); stored != manifest.tensors.end()) return dtype_from_name(stored->second.dtype);
+    }
+  }
+  return at::kFloat;
+}
+
 /// Refuses a checkpoint that does not hold the model, with all that is wrong.
 std::vector<Planned> plan_tensors(const std::vector<FileTensor>& tensors, const Manifest& manifest, const fs::path& checkpoint, const ExportOptions& options) {
   Problems problems;
   std::vector<Planned> plan;
+  const at::ScalarType others = stored_dtype(tensors, manifest);
   for (const auto& tensor : tensors) {
-    at::ScalarType dtype = at::kFloat;
+    at::ScalarType dtype = others;
     for (const auto& row : tensor.parts) {
       if (is_drawn(row) || options.remade.contains(row.ours)) continue;
       const auto stored = manifest.tensors.find(stored_name(row));

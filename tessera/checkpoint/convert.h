@@ -28,7 +28,7 @@ struct TextIds {
 };
 
 struct ExportOptions {
-  std::optional<at::ScalarType> dtype{};             ///< of all tensors, of the values that fill_fullest() gives; nothing: as stored
+  std::optional<at::ScalarType> dtype{};  ///< of all tensors, of the values that fill_fullest() gives; nothing: as stored, and what is not as the others
   int64_t max_shard_bytes = int64_t{5'000'000'000};  ///< of one file; a tensor that is larger has a file of its own
   std::optional<Upcycling> upcycling{};              ///< of a LLaMA: writes a Mixtral
   std::set<std::string> remade{};  ///< weights that the checkpoint need not hold ("layers.0.attention.wq.weight"): `remake` gives them, whole, in fp32

@@ -48,16 +48,24 @@ std::map<std::string, Sources> gather_sources(const std::vector<SlicedTensor>& t
   return all;
 }
 
-/// Their names where the family has them, else our own: adapters have none there. Beside adapters, weights may be kept in fewer bits, and are no parameters.
+/// Their names where the family has them, else our own: adapters have none there. Beside adapters, weights may be kept in fewer bits, and are no parameters:
+/// a tensor of theirs that lacks a part cannot be written, and what is left of it has our names.
 std::vector<FileTensor> plan_file(const ModelConfig& model, const std::map<std::string, Sources>& sources) {
   auto table = hugging_face_table(model);
   if (!table) {
     table.emplace();
     for (const auto& [name, held] : sources) table->push_back({name, name, held.slices.front().shape});
   } else if (std::ranges::any_of(sources, [](const auto& source) { return nn::is_adapter(source.first); })) {
-    std::erase_if(*table, [&](const HuggingFaceTensor& row) { return !sources.contains(row.ours); });
+    std::set<std::string> incomplete, left;
+    for (const auto& row : *table) {
+      if (!sources.contains(row.ours)) incomplete.insert(row.theirs);
+    }
+    for (const auto& row : *table) {
+      if (incomplete.contains(row.theirs)) left.insert(row.ours);
+    }
+    std::erase_if(*table, [&](const HuggingFaceTensor& row) { return incomplete.contains(row.theirs); });
     for (const auto& [name, held] : sources) {
-      if (nn::is_adapter(name)) table->push_back({name, name, held.slices.front().shape});
+      if (nn::is_adapter(name) || left.contains(name)) table->push_back({name, name, held.slices.front().shape});
     }
   }
   std::set<std::string> named;

@@ -4,6 +4,8 @@
 #include <string_view>
 #include <utility>
 
+#include <c10/util/accumulate.h>
+
 #include "tessera/checkpoint/hugging_face_family.h"
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/core/file_type.h"
@@ -115,6 +117,11 @@ std::vector<FileTensor> file_tensors(const std::vector<HuggingFaceTensor>& table
     if (row.index >= 0) shape.insert(shape.begin(), row.index + 1);
     tensor.shape = std::move(shape);  // the last part ends where the tensor does
     tensor.parts.push_back(row);
+  }
+  for (const auto& tensor : tensors) {
+    int64_t covered = 0;
+    for (const auto& part : tensor.parts) covered += c10::multiply_integers(part.shape);
+    invariant(covered == c10::multiply_integers(tensor.shape), "the parts of '", tensor.name, "' do not cover its shape ", at::IntArrayRef(tensor.shape));
   }
   return tensors;
 }

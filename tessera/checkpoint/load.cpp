@@ -140,6 +140,7 @@ void announce_writes(const std::vector<SlicedTensor>& targets) {
     }
     invariant(tensor.sizes() == at::IntArrayRef(slice.local_shape()), "'", slice.name, "' has shape ", tensor.sizes(), ", its slice ",
               at::IntArrayRef(slice.local_shape()));
+    nn::note_loaded(tensor);
   }
 }
 

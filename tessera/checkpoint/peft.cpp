@@ -10,6 +10,8 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/isfinite.h>
 #include <c10/core/GradMode.h>
 #include <nlohmann/json.hpp>
@@ -80,6 +82,25 @@ std::string peft_name(const PeftNames& names, const std::string& ours) {
   require(!names.fused.contains(path), "'", path, "' is a part of '", theirs->second,
           "' there, which PEFT adapts as one; merge the adapters into the weights (--to hf --merge-lora), or read and write them as checkpoints");
   return "base_model.model." + theirs->second + (which == nn::kLoraA ? ".lora_A.weight" : ".lora_B.weight");
+}
+
+/// PEFT loads adapters beside what lies in the folder that they name: what else they were trained beside is not written with them. Weights that the checkpoint
+/// does not hold are for the caller to know. Memory: one tensor, twice.
+void check_base(const fs::path& checkpoint, const ModelConfig& model, const Manifest& manifest, StoredSlices& stored) {
+  const auto table = hugging_face_table(model).value();
+  std::set<std::string> compared;
+  for (const auto& row : table) {
+    const std::string name = "model." + row.ours;
+    const auto found = manifest.tensors.find(name);
+    if (found == manifest.tensors.end() || !compared.insert(name).second) continue;
+    const auto& shape = found->second.shape;
+    const at::Tensor saved = at::empty(shape, at::device(at::kCPU).dtype(dtype_from_name(found->second.dtype)));
+    const at::Tensor there = at::empty_like(saved);
+    stored.fill(saved, Slice::whole(name, shape));
+    load_hugging_face(model.from_hf, model, {{there, Slice::whole(row.ours, shape)}});
+    require(at::equal(saved, there), "model.from_hf = ", model.from_hf, ": its ", row.theirs, " is not what the adapters of ", checkpoint.string(),
+            " were trained beside; put back what lay there, or name the folder where it is (--set model.from_hf=DIR)");
+  }
 }
 
 nlohmann::json peft_config(const PeftNames& names, const std::set<std::string>& paths, const ModelConfig& model, const LoraConfig& lora) {
@@ -203,6 +224,7 @@ Exported export_peft(const fs::path& checkpoint, const ModelConfig& model, const
 
   const c10::NoGradGuard no_grad;
   StoredSlices stored(checkpoint, manifest, /*verify=*/true, refuse_beyond_dtype);
+  if (!model.from_hf.empty()) check_base(checkpoint, model, manifest, stored);
   UnfinishedFolder folder(out);
   std::vector<TensorSpec> specs;
   for (const auto& [name, spec] : adapters) specs.push_back(spec);

@@ -15,9 +15,10 @@ namespace tessera::checkpoint {
 /// Among progress.lora_trained: a run before the adapters trained the whole model.
 inline constexpr const char* kWholeModel = "**";
 
-/// Writes the adapters of a checkpoint, saved in any layout. `model` is resolved. Memory: one tensor at a time. The folder appears whole or not at all.
-/// Throws ConfigError: a checkpoint without adapters, parameters that were trained beside or before them (the format has no place for these here), adapters
-/// of layers that Hugging Face stores as one (GPT-2's q, k and v), a folder that exists.
+/// Writes the adapters of a checkpoint, saved in any layout. `model` is resolved; its from_hf, where there is one, is what the adapters name as their base,
+/// once the weights of the checkpoint have been compared with those there. Memory: one tensor at a time. The folder appears whole or not at all. Throws
+/// ConfigError: a checkpoint without adapters, parameters that were trained beside or before them (the format has no place for these here), adapters of layers
+/// that Hugging Face stores as one (GPT-2's q, k and v), a folder that exists, a from_hf that holds other weights or cannot be read.
 Exported export_peft(const std::filesystem::path& checkpoint, const ModelConfig& model, const LoraConfig& lora, const std::filesystem::path& out,
                      const ExportOptions& options = {});
 

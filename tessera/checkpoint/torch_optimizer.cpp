@@ -19,6 +19,7 @@
 #include <torch/optim/sgd.h>
 
 #include "tessera/checkpoint/gather_json.h"
+#include "tessera/checkpoint/hook_prefix.h"
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/save_steps.h"
@@ -352,6 +353,12 @@ nlohmann::json json_of(const torch::nn::Module& model, const Optimizers& optimiz
   return all;
 }
 
+/// What gradients were compressed with is for load_hook_state (train/hook_state.h) to read, where there are hooks.
+LoadOptions without_hooks(LoadOptions options) {
+  options.ignore_prefixes.emplace_back(kHookPrefix);
+  return options;
+}
+
 Manifest read_manifest_with_optimizer(const std::filesystem::path& folder) {
   Manifest manifest = read_or_name_another([&] { return read_manifest(folder); });
   require(!manifest.optimizer.empty(), folder.string(), ": saved without an optimizer; load the model alone: checkpoint::load(folder, model)");
@@ -395,7 +402,7 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
   require_kind(manifest, kinds_of(optimizers));
   auto targets = training_tensors(model, nullptr);
   std::vector<Restored> restored;
-  LoadOptions widening = options;
+  LoadOptions widening = without_hooks(options);
   for (const auto& optimizer : optimizers) {
     const auto& own = restored.emplace_back(states_from(manifest, model, optimizer, options.partial));
     targets.insert(targets.end(), own.targets.begin(), own.targets.end());
@@ -413,7 +420,7 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
   const nlohmann::json saved = counts_of(of_more ? own_counts(manifest.optimizer, optimizer) : manifest.optimizer, optimizer, options.partial);
   if (!of_more) require_counts(saved, model, optimizer);
   read(saved, [&](const nlohmann::json& json) { check_kinds(json, optimizer, options.partial); });
-  Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, optimizer, manifest), options)};
+  Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, optimizer, manifest), without_hooks(options))};
   restore_optimizer(saved, optimizer, resumed.report);
   optimizer.follow_all_but(updates_ahead(manifest));
   return resumed;
@@ -422,7 +429,7 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, LoadOptions options) {
   const Manifest manifest = read_or_name_another([&] { return read_manifest(folder); });
   options.ignore_prefixes.emplace_back("optimizer.");
-  return {manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, nullptr), options)};
+  return {manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, nullptr), without_hooks(std::move(options)))};
 }
 
 }  // namespace tessera::checkpoint

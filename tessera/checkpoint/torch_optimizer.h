@@ -48,7 +48,7 @@ struct Resumed {
 };
 
 /// Fills model, buffers and optimizer from a checkpoint of any layout: wrap the model and make the optimizer first, as for a fresh start. Not collective.
-/// Throws ConfigError, before anything is touched, with the full list of what does not fit.
+/// Throws ConfigError, before anything is touched, with the full list of what does not fit. What communication hooks carried ("hook.") is left unread.
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, torch::optim::Optimizer& optimizer, const LoadOptions& options = {});
 Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model, optim::Optimizer& optimizer, const LoadOptions& options = {});
 

@@ -160,11 +160,11 @@ class Exchanged : public nn::Interceptor {
     }
   }
 
-  /// What the other ranks of the group are to compare with their own (nn::bits_given).
-  int64_t told_of(const nn::GroupedExpertsImpl& here) const {
+  /// What the other ranks of the group are to compare with their own (nn::told_of_given). A pass that is recorded for its shapes reads nothing.
+  int64_t told_of(const nn::GroupedExpertsImpl& here, bool recorded) const {
     const std::vector<at::Tensor> weights{here.w1, here.w2, here.w3};
-    if (here.w1.is_meta() || std::ranges::none_of(weights, nn::was_given)) return 0;
-    const int64_t told = nn::bits_given(weights);
+    if (recorded || here.w1.is_meta() || std::ranges::none_of(weights, nn::was_given)) return 0;
+    const int64_t told = nn::told_of_given(weights);
     if (told != 0 && !are_copies(weights, here.experts() * sharers_ / group_.size())) return told;
     std::ranges::for_each(weights, nn::forget_given);
     return 0;
@@ -174,7 +174,8 @@ class Exchanged : public nn::Interceptor {
   void require_own_parts(const nn::GroupedExpertsImpl& here, const std::vector<int64_t>& told) const {
     require(!nn::were_given_alike(told), "expert_parallel: '", here.path(), "' has the same weights on every rank of ", group_.name(),
             ", which were given since the experts were dealt: a file that torch::save made of one rank's model holds that rank's experts; load by "
-            "checkpoint::load, each rank what it saved itself, or the whole before expert_parallel");
+            "checkpoint::load, each rank what it saved itself, or the whole before expert_parallel; experts that are to begin alike, one on each rank, are "
+            "written by copy_");
     for (const at::Tensor& weight : {here.w1, here.w2, here.w3}) nn::forget_given(weight);  // behind the last refusal: else it is refused again
   }
 
@@ -182,7 +183,7 @@ class Exchanged : public nn::Interceptor {
   at::Tensor through_experts(const nn::GroupedExpertsImpl& here, const at::Tensor& rows, const at::Tensor& counts, const experts::DryRows& lie,
                              const nn::Next& next) const {
     if (group_.size() == 1) return next(nn::Values{rows, counts})[0].toTensor();
-    const int64_t told = told_of(here);
+    const int64_t told = told_of(here, /*recorded=*/rows.is_meta() || counts.is_meta());
     const Loads loads = meet(group_, sharers_, counts, {.rows = lie, .ranks = same_tokens_.size()}, told);
     if (told != 0) require_own_parts(here, loads.told);
     const nn::DrySizes sizes = rows.is_meta() ? experts::dry_sizes(group_.size() / sharers_) : nn::DrySizes::Known;

@@ -40,9 +40,10 @@ struct ExpertParallelOptions {
 ///                      (experts_of is for the `only` of whoever synchronizes them)
 ///
 /// Refused are experts that a program has given all ranks alike since they were dealt (torch::load of one rank's file), unless a rank's are copies of one
-/// another. Every rank calls as often as the others, with or without tokens. Results do not depend on the number of ranks but for the order in which an
-/// expert's gradient is summed over its rows, which are in the order of ranks, and so of samples. The experts stay cut when it is destroyed, and their calls
-/// are refused from then on. What the ranks hold of them is said beside their slices, and clip_grad_norm goes by it.
+/// another; one expert a rank, of which nothing tells whether it is meant so, is written by copy_ or checkpoint::load. Every rank calls as often as the others,
+/// with or without tokens. Results do not depend on the number of ranks but for the order in which an expert's gradient is summed over its rows, which are in
+/// the order of ranks, and so of samples. The experts stay cut when it is destroyed, and their calls are refused from then on. What the ranks hold of them is
+/// said beside their slices, and clip_grad_norm goes by it.
 class ExpertParallel {
  public:
   ExpertParallel(comm::Group group, std::shared_ptr<const void> alive, Attachment attached)

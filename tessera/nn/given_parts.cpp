@@ -12,29 +12,33 @@
 
 namespace tessera::nn {
 
-int64_t bits_given(const std::vector<at::Tensor>& parts) {
-  if (std::ranges::none_of(parts, [](const at::Tensor& part) { return was_given(part) && !part.is_meta(); })) return 0;
+std::optional<int64_t> bits_given(const at::Tensor& part) {
   const at::NoGradGuard no_grad;
   const NotRepeated looking;
-  std::vector<int64_t> told;
-  bool varies = false;
-  for (const at::Tensor& part : parts) {
-    const at::Tensor values = in_use(part).detach().to(at::kCPU).contiguous();
-    const bool is_constant = values.numel() == 0 || !values.ne(values.flatten()[0]).any().item<bool>();
-    if (!is_constant && !was_given(part)) return 0;
-    varies = varies || !is_constant;
-    told.push_back(is_constant ? 0 : static_cast<int64_t>(hash_of_values(values)));
-  }
-  return varies ? told_together(told) : 0;
+  const at::Tensor values = in_use(part).detach().to(at::kCPU).contiguous();
+  if (values.numel() == 0 || !values.ne(values.flatten()[0]).any().item<bool>()) return 0;
+  return was_given(part) ? std::optional(static_cast<int64_t>(hash_of_values(values))) : std::nullopt;
 }
 
-int64_t told_together(const std::vector<int64_t>& told) {
+int64_t told_together(const std::vector<int64_t>& bits) {
+  if (std::ranges::all_of(bits, [](int64_t each) { return each == 0; })) return 0;
   constexpr int exact = 11;  // bits of a hash that a double has no room for
-  return static_cast<int64_t>(hash_bytes(told.data(), told.size() * sizeof(int64_t)) >> exact) | 1;
+  return static_cast<int64_t>(hash_bytes(bits.data(), bits.size() * sizeof(int64_t)) >> exact) | 1;
+}
+
+int64_t told_of_given(const std::vector<at::Tensor>& parts) {
+  if (std::ranges::none_of(parts, [](const at::Tensor& part) { return was_given(part) && !part.is_meta(); })) return 0;
+  std::vector<int64_t> bits;
+  for (const at::Tensor& part : parts) {
+    const std::optional<int64_t> own = bits_given(part);
+    if (!own) return 0;
+    bits.push_back(*own);
+  }
+  return told_together(bits);
 }
 
 bool were_given_alike(const std::vector<int64_t>& told) {
-  return told.front() != 0 && std::ranges::all_of(told, [&](int64_t each) { return each == told.front(); });
+  return !told.empty() && told.front() != 0 && std::ranges::all_of(told, [&](int64_t each) { return each == told.front(); });
 }
 
 }  // namespace tessera::nn

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -9,12 +10,14 @@
 /// replaces all parts, and nothing but their bits tells: where one differs between ranks, or was not given, those that are alike may be so on purpose.
 namespace tessera::nn {
 
-/// What a rank tells the others of its parts: a number of their bits, which a double holds, where a program has given each of them (was_given); 0 where one was
-/// not, and where there is nothing to compare, all being constants, such as zeros, which may be all ranks'. Reads them on the host, once: forget_given.
-int64_t bits_given(const std::vector<at::Tensor>& parts);
+/// A number of a part's bits where a program has given it (was_given), and nothing where not; of constants, such as zeros, which may be all ranks', 0 in either
+/// case. Reads it on the host.
+std::optional<int64_t> bits_given(const at::Tensor& part);
 
-/// One number of several.
-int64_t told_together(const std::vector<int64_t>& told);
+/// What a rank tells the others of its parts, of which these are the bits: one number, which a double holds; 0 where there is nothing to compare.
+int64_t told_together(const std::vector<int64_t>& bits);
+/// Of parts at hand: 0 also where one was not given.
+int64_t told_of_given(const std::vector<at::Tensor>& parts);
 
 /// Whether all ranks were given the same, of what each has told.
 bool were_given_alike(const std::vector<int64_t>& told);

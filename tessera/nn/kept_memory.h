@@ -12,10 +12,13 @@ bool is_kept_beside(const at::Tensor& parameter);
 void restore_known(const at::Tensor& parameter);
 
 /// Whether a program has given it data of its shape (set_data, torch::load, Module::to) since it was first spoken of, or since that was forgotten. A keeper
-/// that takes in what was given says so.
+/// that takes in what was given says so. What a checkpoint has filled in place is this rank's own, and was not given.
 bool was_given(const at::Tensor& parameter);
 void note_given(const at::Tensor& parameter);
+void note_loaded(const at::Tensor& parameter);
 void forget_given(const at::Tensor& parameter);
+/// How often either has happened: what is known of the values is of those before where it is another number.
+int64_t times_given(const at::Tensor& parameter);
 
 /// Tells those who watch operators that the parameter is about to be written, or its own memory read, past libtorch (a kernel that goes by pointers is an
 /// operator to nobody): fully_shard lets go of what it has gathered, and ends a forward that nobody goes back through. A copy onto itself, which moves nothing

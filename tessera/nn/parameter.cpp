@@ -28,6 +28,7 @@ struct ParameterData : c10::BackendMeta {
   size_t init_position = 0;
   std::shared_ptr<const Origin> origin;
   bool keeps_memory = false, kept_beside = false, follows = false, terms_summed = false, given = false;
+  int64_t times_given = 0;
   int64_t sums_of_terms = 0;  ///< calls of sum_terms that began with it
   std::vector<Sharing> sharings;
   std::vector<Dealt> dealt;
@@ -51,6 +52,7 @@ c10::intrusive_ptr<ParameterData> data_of(const at::Tensor& tensor) {
   if (!own || own == data || tensor.sizes() != at::IntArrayRef(own->slice->local_shape())) return data;
   own = c10::make_intrusive<ParameterData>(*own);
   own->given = true;
+  ++own->times_given;
   if (data && (data->init || data->origin)) {
     own->init = data->init;
     own->init_position = data->init_position;
@@ -183,7 +185,23 @@ bool was_given(const at::Tensor& parameter) {
 }
 
 void note_given(const at::Tensor& parameter) {
-  change(parameter, [](ParameterData& data) { data.given = true; });
+  change(parameter, [](ParameterData& data) {
+    data.given = true;
+    ++data.times_given;
+  });
+}
+
+void note_loaded(const at::Tensor& parameter) {
+  if (!data_of(parameter)) return;
+  change(parameter, [](ParameterData& data) {
+    data.given = false;
+    ++data.times_given;
+  });
+}
+
+int64_t times_given(const at::Tensor& parameter) {
+  const auto data = data_of(parameter);
+  return data ? data->times_given : 0;
 }
 
 void forget_given(const at::Tensor& parameter) {

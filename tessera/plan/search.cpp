@@ -14,6 +14,7 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/estimate.h"
+#include "tessera/plan/operator_time.h"
 #include "tessera/plan/settings.h"
 #include "tessera/train/pipeline_layout.h"
 

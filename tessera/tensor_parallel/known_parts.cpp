@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -30,28 +31,32 @@ at::Tensor sum_of(const at::Tensor& parameter) {
 }
 
 bool is_part(const at::Tensor& parameter, const comm::Group& group) {
+  const auto dealt = nn::dealt_of(parameter);
+  if (std::ranges::any_of(dealt, [](const nn::Dealt& one) { return one.by != kName; })) return false;  // who deals experts looks at them
   return parameter.is_floating_point() && !parameter.is_meta() && std::ranges::any_of(nn::sharings_of(parameter), [&](const nn::Sharing& one) {
            return one.axis == group.name() && one.sets == group.size() && one.even;
          });
 }
 
-/// What this rank tells of its parts (nn::bits_given); of those that are sharded their layers have told.
-int64_t told_of(const std::vector<nn::NamedParameter>& parts, const ToldParts& told) {
-  std::vector<at::Tensor> shown;
+/// What this rank tells of its parts; of those that were given behind the last comparison their layers have told, with the values from before an update.
+/// Nothing where a sharded one was given since, which is shown while its layer is called.
+std::optional<int64_t> told_of(const std::vector<nn::NamedParameter>& parts, const ToldParts& told) {
+  if (told.empty() && std::ranges::none_of(parts, [](const auto& part) { return nn::was_given(part.tensor); })) return 0;
   std::vector<int64_t> bits;
   for (const auto& [name, part, aliases] : parts) {
-    if (!nn::keeps_memory(part)) {
-      shown.push_back(part);
-    } else if (const auto found = told.find(part.unsafeGetTensorImpl()); found != told.end()) {
-      bits.push_back(found->second);
-    } else {
-      return 0;
+    const auto found = told.find(part.unsafeGetTensorImpl());
+    std::optional<int64_t> own;
+    if (found != told.end() && found->second.times_given == nn::times_given(part)) {
+      own = found->second.bits;
+    } else if (!nn::keeps_memory(part)) {
+      own = nn::bits_given(part);
+    } else if (nn::was_given(part)) {
+      return std::nullopt;
     }
+    if (!own) return 0;
+    bits.push_back(*own);
   }
-  if (bits.empty()) return nn::bits_given(shown);
-  if (!shown.empty()) bits.push_back(nn::bits_given(shown));
-  const bool all = shown.empty() || bits.back() != 0, any = std::ranges::any_of(bits, [](int64_t each) { return each != 0; });
-  return all && any ? nn::told_together(bits) : 0;
+  return nn::told_together(bits);
 }
 
 void refuse_one_ranks_parts(const comm::Group& group, const std::vector<nn::NamedParameter>& parameters, ToldParts& told) {
@@ -60,7 +65,8 @@ void refuse_one_ranks_parts(const comm::Group& group, const std::vector<nn::Name
   std::ranges::copy_if(parameters, std::back_inserter(parts), [&](const auto& parameter) { return is_part(parameter.tensor, group); });
   if (parts.empty()) return;
   const auto options = at::TensorOptions(at::kLong).device(message_device(parts.front().tensor, group));
-  const at::Tensor own = at::full({1}, told_of(parts, told), options), all = at::empty({group.size()}, options);
+  const std::optional<int64_t> tells = told_of(parts, told);
+  const at::Tensor own = at::full({1}, tells.value_or(0), options), all = at::empty({group.size()}, options);
   comm::all_gather(group, all, own);
   const std::vector<double> read = host_read_all(all, 0);
   const auto first = std::ranges::find_if(parts, [](const auto& part) { return nn::was_given(part.tensor); });
@@ -68,9 +74,8 @@ void refuse_one_ranks_parts(const comm::Group& group, const std::vector<nn::Name
           "' and all other parts have the same values on every rank of ", group.name(),
           ", and were given since they were cut: a file that torch::save made of one rank's model holds that rank's parts, and so does a vector of "
           "its parameters; load by checkpoint::load, each rank what it saved itself, or the whole before parallelize_module");
-  for (const auto& part : parts) {  // behind the last refusal: until other values are loaded, it is refused again
-    if (!nn::keeps_memory(part.tensor)) nn::forget_given(part.tensor);
-  }
+  if (!tells) return;
+  for (const auto& part : parts) nn::forget_given(part.tensor);  // behind the last refusal: until other values are loaded, it is refused again
   told.clear();
 }
 
@@ -93,8 +98,8 @@ nn::Values KnownParts::call(nn::Module& /*module*/, nn::Values inputs, const nn:
     if (!impl) continue;
     const at::Tensor parameter(std::move(impl));
     check_known(part.name, parameter);
-    if (watches_terms_ && !recorded && nn::keeps_memory(parameter) && nn::was_given(parameter)) {
-      told_->insert_or_assign(parameter.unsafeGetTensorImpl(), nn::bits_given({parameter}));
+    if (watches_terms_ && !recorded && !parameter.is_meta() && nn::was_given(parameter)) {  // now, before an update makes another of it
+      told_->insert_or_assign(parameter.unsafeGetTensorImpl(), Told{.bits = nn::bits_given(parameter).value(), .times_given = nn::times_given(parameter)});
       nn::forget_given(parameter);
     }
     if (watches_terms_ && !part.is_looked_after && at::GradMode::is_enabled() && !recorded) look_after_term(part, parameter);

@@ -20,8 +20,15 @@ namespace tessera::tensor_parallel {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-/// Of parts that are sharded, and shown while their layers' calls run alone: what those have told (nn::bits_given) of such as were given since it was compared.
-using ToldParts = std::map<const c10::TensorImpl*, int64_t>;
+/// Who cuts these layers, as refusals and nn::Dealt say it.
+inline constexpr const char* kName = "parallelize_module";
+
+/// Of parts that were given since parts were compared: what their layers have told of them when they were called next.
+struct Told {
+  int64_t bits;         ///< nn::bits_given
+  int64_t times_given;  ///< nn::times_given; where it is another now, other values were loaded behind it
+};
+using ToldParts = std::map<const c10::TensorImpl*, Told>;
 
 /// Refuses to compute with data of another shape that a program has put in a part's place, of which nobody knows what it is a part of. And with parameters that
 /// were updated by a term of their gradient, each rank by another; of those that a wrapper shards, whoever clips or updates its parts looks.

@@ -43,10 +43,9 @@ namespace tessera {
 namespace {
 
 using tensor_parallel::convertible;
+using tensor_parallel::kName;
 using tensor_parallel::KnownParts;
 using tensor_parallel::WholeParts;
-
-constexpr const char* kName = "parallelize_module";
 
 /// Carries a plan out on one module after the other. A style that computes owns its module; Prepare* add to it.
 class Builder {

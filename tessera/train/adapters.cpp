@@ -81,7 +81,7 @@ std::string quantized_source(const Config& config) {
 void check_quantized_source(const Config& config, const SavedWeights& saved) {
   if (!saved.manifest->agreement.contains("quantize.from")) return;
   require(saved.manifest->agreement.at("quantize.from") == quantized_source(config), "model.from_hf = ", config.model.from_hf, ": ", saved.folder->string(),
-          " was trained beside other weights than are there now; put those back, or name the folder where they are");
+          " was trained beside other weights than are there now; put those back, or name the folder where they are (--set model.from_hf=DIR)");
 }
 
 quantize::Report quantize_frozen(const Config& config, torch::nn::Module& root, at::Device device, const SavedWeights& saved) {

@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/hook_prefix.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
@@ -120,7 +121,7 @@ void load_state(const Config& config, const ResumePoint& resume, Composition& ru
   const std::set<std::string> ahead = checkpoint::updates_ahead(resume.manifest);
   require(ahead.empty() || config.offload.delayed_update, "offload.delayed_update = false: ", resume.folder.string(),
           " was saved by a run of true, whose last update is not in its weights; set offload.delayed_update = true");
-  std::vector<std::string> ignored{hook_prefix};
+  std::vector<std::string> ignored{checkpoint::kHookPrefix};
   for (const std::string& name : quantized_weights(config)) ignored.push_back("model." + name);
   const auto loaded = checkpoint::load(resume.folder, resume.manifest, checkpoint::training_tensors(*run.model, *run.optimizer, resume.manifest),
                                        {.verify = verify_hashes(config, resume),

@@ -10,6 +10,7 @@
 #include <c10/core/GradMode.h>
 
 #include "tessera/checkpoint/gather_json.h"
+#include "tessera/checkpoint/hook_prefix.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
@@ -24,7 +25,7 @@ namespace {
 
 /// The same part of rows `begin` .. `begin + size` of `rows` such tensors, one below the other.
 Slice stacked(Slice slice, int64_t rows, int64_t begin, int64_t size) {
-  slice.name.insert(0, hook_prefix);
+  slice.name.insert(0, checkpoint::kHookPrefix);
   slice.shape.insert(slice.shape.begin(), rows);
   for (Box& box : slice.boxes) {
     box.offset.insert(box.offset.begin(), begin);
@@ -34,7 +35,7 @@ Slice stacked(Slice slice, int64_t rows, int64_t begin, int64_t size) {
 }
 
 Slice prefixed(Slice slice) {
-  slice.name.insert(0, hook_prefix);
+  slice.name.insert(0, checkpoint::kHookPrefix);
   return slice;
 }
 
@@ -153,9 +154,9 @@ std::vector<std::string> load_hook_state(const HookShares& hooks, const ResumePo
   int64_t fresh = 0, carried = 0;
   const std::vector<Carried> state = state_of(hooks, data);
   for (auto [held, row, rows, stand_in] : state) {
-    auto stored = stored_tensors.find(hook_prefix + held.name);
+    auto stored = stored_tensors.find(checkpoint::kHookPrefix + held.name);
     if (stored == stored_tensors.end() && !stand_in.empty()) {
-      stored = stored_tensors.find(hook_prefix + stand_in);
+      stored = stored_tensors.find(checkpoint::kHookPrefix + stand_in);
       held.slice.name = stand_in;
     }
     if (stored == stored_tensors.end() || !fits(stored->second, held)) {
@@ -193,7 +194,7 @@ std::vector<std::string> load_hook_state(const HookShares& hooks, const ResumePo
   for (const auto& [name, stored] : stored_tensors) {
     const size_t copy = name.find(kLastCopy);  // one copy has no use for what another began from
     const std::string of_first = copy == std::string::npos ? name : std::string(name).erase(copy, std::string_view(kLastCopy).size());
-    unread += name.starts_with(hook_prefix) && !known.contains(of_first) ? 1 : 0;
+    unread += name.starts_with(checkpoint::kHookPrefix) && !known.contains(of_first) ? 1 : 0;
   }
   std::vector<std::string> remarks;
   if (fresh > 0) {

@@ -11,9 +11,6 @@
 
 namespace tessera {
 
-/// What a checkpoint's names of a communication hook's tensors begin with. Whoever wants weights alone ignores them.
-inline constexpr const char* hook_prefix = "hook.";
-
 /// Hooks, and whose gradients they compress. A loop of one's own whose model is whole: `{.parts = {{hook.get(), 0}}}`.
 struct HookShares {
   struct Part {

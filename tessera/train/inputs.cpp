@@ -4,6 +4,7 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -19,6 +20,7 @@
 #include "tessera/core/format.h"
 #include "tessera/data/loader.h"
 #include "tessera/models/model.h"
+#include "tessera/nn/adapter_names.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
@@ -124,13 +126,32 @@ void find_resume(const Config& config, const OpenOptions& options, Inputs& input
   if (inputs.resume) inputs.resume->hashed = hashing || known;
 }
 
-/// What the checkpoint must agree with. A partial load is there for models that differ.
-nlohmann::json agreement_with(const Config& config, const data::Corpus& corpus) {
+/// Whether a run goes on with adapters of the checkpoint's, which were trained with its alpha: with those that checkpoint.partial does not name, and with those
+/// that it names and that fit, which are loaded all the same.
+bool goes_on_with_adapters(const Config& config, const checkpoint::Manifest& saved) {
+  constexpr std::string_view kModel = "model.";
+  return std::ranges::any_of(saved.tensors, [&](const auto& tensor) {
+    const auto& [name, stored] = tensor;
+    if (!name.starts_with(kModel) || !nn::is_adapter(name) || stored.shape.empty()) return false;
+    const int64_t rank = name.ends_with(nn::kLoraA) ? stored.shape.front() : stored.shape.back();
+    const bool fits = !config.lora.modules.empty() && rank == config.lora.rank;
+    return fits || !checkpoint::may_differ(config.checkpoint.partial, name.substr(kModel.size()));
+  });
+}
+
+/// What the checkpoint must agree with. A partial load is there for models that differ: in what it names, and in which layers have adapters. Weights in fewer
+/// bits are in no checkpoint, so that it can name none of them.
+nlohmann::json agreement_with(const Config& config, const data::Corpus& corpus, const checkpoint::Manifest& saved) {
   auto agreement = checkpoint::agreement_of(config, data_identity(corpus));
   if (config.checkpoint.partial.empty()) return agreement;
+  const bool scaled = goes_on_with_adapters(config, saved);
+  const auto quantized = saved.agreement.find("quantize.modules");
+  const bool in_fewer_bits = quantized != saved.agreement.end() && *quantized != "";
   for (auto entry = agreement.begin(); entry != agreement.end();) {
-    entry = entry.key().starts_with("model.") || entry.key().starts_with("lora.") || entry.key().starts_with("quantize.") ? agreement.erase(entry)
-                                                                                                                          : std::next(entry);
+    const std::string& key = entry.key();
+    const bool may_differ =
+        key.starts_with("model.") || key == "lora.modules" || (key.starts_with("lora.") && !scaled) || (key.starts_with("quantize.") && !in_fewer_bits);
+    entry = may_differ ? agreement.erase(entry) : std::next(entry);
   }
   return agreement;
 }
@@ -199,7 +220,7 @@ void check_fit(const Config& config, const Inputs& inputs) {
     require(!manifest.tensors.contains("model." + name), "quantize.modules = ", config.quantize.modules, ": ", folder, " holds '", name,
             "' whole, and checkpoints of this run would not; write it with `tessera convert --to hf`, and name that folder as model.from_hf");
   }
-  checkpoint::check_agreement(manifest.agreement, agreement_with(config, *inputs.corpus), folder, followed_defaults(config));
+  checkpoint::check_agreement(manifest.agreement, agreement_with(config, *inputs.corpus, manifest), folder, followed_defaults(config));
   data::carried(cursor_of(manifest.progress, folder), *inputs.corpus,
                 {.seq_len = config.data.seq_len,
                  .global_size = config.batch.global_size,
@@ -315,6 +336,12 @@ std::vector<std::string> changes_since(const ResumePoint& resume, const Config& 
   std::string list;
   for (const auto& setting : changed) list += (list.empty() ? "" : ", ") + setting;
   if (!list.empty()) remarks.push_back(detail::concat("going on from ", folder, " with other settings than it was saved with: ", list));
+  const std::string &began_with = saved.model.from_hf, &named = config.model.from_hf;
+  const bool reads_it = !config.quantize.modules.empty() || !config.checkpoint.partial.empty();  // then what it holds is used, or compared
+  if (!began_with.empty() && !named.empty() && named != began_with && !reads_it) {
+    remarks.push_back(
+        detail::concat("model.from_hf = ", named, " (was ", began_with, "): the weights are those of ", folder, ", and that folder's are not read"));
+  }
   const bool bends = config.run.steps != saved.run.steps && config.optim.schedule != "constant" && saved.optim.schedule != "constant";
   // By the settings of now, whatever they were: what else has changed is on the list, and none of run.steps' doing.
   const optim::LearningRate rate_before(config.optim, saved.run.steps), rate_now(config.optim, config.run.steps);

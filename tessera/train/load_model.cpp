@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/hook_prefix.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/config/expert_rules.h"
 #include "tessera/config/offload_rules.h"
@@ -16,7 +17,6 @@
 #include "tessera/train/adapters.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/found_tokenizer.h"
-#include "tessera/train/hook_state.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/places.h"
 #include "tessera/train/progress.h"
@@ -165,7 +165,7 @@ LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at:
     return loaded;
   }
   const auto& [folder, manifest, config, remarks] = *found.checkpoint;
-  std::vector<std::string> ignored{"optimizer.", hook_prefix};
+  std::vector<std::string> ignored{"optimizer.", checkpoint::kHookPrefix};
   for (const std::string& name : quantized_weights(config)) ignored.push_back("model." + name);
   checkpoint::load(folder, manifest, checkpoint::model_targets(*loaded.model),
                    {.verify = config.checkpoint.verify,

@@ -82,8 +82,18 @@ data::Cursor cursor_of(const nlohmann::json& progress, const std::string& source
 }
 
 Config config_of(const nlohmann::json& progress, const std::string& source) {
-  const auto text = read_field(progress, "config", source, [](const nlohmann::json& c) { return c.get<std::string>(); });
-  return parse_config(text, std::filesystem::current_path(), {}, source);
+  const auto text = progress.find("config");
+  require(text != progress.end() && text->is_string(), source,
+          ": was saved by a program of its own, and only what `tessera train` saved can be read here; name such a checkpoint");
+  return parse_config(text->get<std::string>(), std::filesystem::current_path(), {}, source);
+}
+
+std::optional<Config> config_if_any(const nlohmann::json& progress) {
+  try {
+    return config_of(progress, "");
+  } catch (const ConfigError&) {
+    return std::nullopt;
+  }
 }
 
 std::optional<BucketLayout> bucket_plan_of(const nlohmann::json& progress, const PlanLayout& layout, std::span<const GradientSpec> gradients,

@@ -23,9 +23,11 @@ nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, c
 /// (checkpoint::kWholeModel): in a checkpoint, progress.lora_trained.
 std::vector<std::string> trained_beside_adapters(const Config& config, const nlohmann::json& progress, const std::string& source);
 
-/// Each reads its part back. Throw ConfigError naming `source` where it is missing or damaged.
+/// Each reads its part back. Throw ConfigError naming `source` where it is missing or damaged; a program of somebody's own saves no configuration.
 data::Cursor cursor_of(const nlohmann::json& progress, const std::string& source);
 Config config_of(const nlohmann::json& progress, const std::string& source);
+/// Nothing where there is none: what a program of somebody's own saved may call anything "config".
+std::optional<Config> config_if_any(const nlohmann::json& progress);
 
 /// What a bucket layout was made of, beside the gradients themselves.
 struct PlanLayout {

@@ -27,7 +27,7 @@
 
 namespace tessera {
 
-/// `--dump-step K --dump-dir DIR`: the logical gradients of step K before clipping, and the weights after its update.
+/// `--dump-step K --dump-dir DIR`: the logical gradients of step K before clipping, and the weights after its update (a delayed one excepted).
 struct DumpRequest {
   int64_t step = 0;
   std::filesystem::path dir;

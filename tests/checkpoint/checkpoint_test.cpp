@@ -943,5 +943,29 @@ TEST(TrainingTensors, OfAnotherTypeFollowWhatWasWrittenSinceTheLastUpdate) {
   EXPECT_TRUE(at::equal(wide->weight, at::full({2, 3}, 7.F))) << "what stays as it was takes nothing of its master";
 }
 
+/// A run that compressed its gradients saves what it left behind; whoever wants weights and optimizer state does not have to know of it.
+TEST(TrainingTensors, OfARunWithACommunicationHookAreRead) {
+  const TemporaryFolder folder;
+  const Model model;
+  const auto optimizer = optim::make_optimizer(OptimConfig{}, nn::unique_parameters(model));
+  for (const auto& parameter : nn::unique_parameters(model)) at::Tensor(parameter.tensor).mutable_grad() = at::ones_like(parameter.tensor);
+  optimizer->step(0.1);
+  CheckpointState state{.step = 1, .optimizer = optimizer_json(*optimizer)};
+  add_training_tensors(state, model, *optimizer);
+  state.tensors.push_back({at::ones({2, 3}), Slice::whole("hook.powersgd.error.linear.weight", {2, 3})});
+  const auto saved = save(folder.path(), state, comm::Group::self());
+  const auto expect_read = [&](const auto& load_into) {
+    const Model other;
+    load_into(other);
+    EXPECT_TRUE(at::equal(other.named_parameters()["linear.weight"], model.named_parameters()["linear.weight"]));
+  };
+  expect_read([&](const Model& other) { load(saved, other); });
+  expect_read([&](const Model& other) { load(saved, other, *optim::make_optimizer(OptimConfig{}, nn::unique_parameters(other))); });
+  expect_read([&](const Model& other) {
+    torch::optim::AdamW theirs(other.parameters());
+    load(saved, other, theirs);
+  });
+}
+
 }  // namespace
 }  // namespace tessera::checkpoint

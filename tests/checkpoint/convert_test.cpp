@@ -131,6 +131,26 @@ TEST(Convert, RoundsToTheDtypeThatIsAskedFor) {
   EXPECT_EQ(read_json(folder / "hf" / "config.json")["dtype"], "bfloat16");
 }
 
+/// Weights that were kept in fewer bits are in no checkpoint.
+TEST(Convert, WritesWhatIsMadeAgainAsTheOthersAreStored) {
+  const TemporaryFolder folder;
+  for (const std::string family : {"llama", "gpt2"}) {
+    const auto model = small(family, false);
+    auto weights = draw(model);
+    for (auto& [name, tensor] : weights) tensor = tensor.to(at::kBFloat16);
+    ExportOptions options{.remake = [kept = weights](const std::string& name) { return kept.at(name).to(at::kFloat); }};
+    for (const std::string layer : {"attention.wk", "feed_forward.w2"}) {
+      const std::string name = "layers.1." + layer + ".weight";
+      ASSERT_EQ(weights.erase(name), 1U);
+      options.remade.insert(name);
+    }
+    export_hugging_face(saved(folder / family, weights, 1), model, folder / (family + "-hf"), options);
+    EXPECT_EQ(read_json(folder / (family + "-hf") / "config.json")["dtype"], "bfloat16");
+    const SafetensorsFile file(folder / (family + "-hf") / "model.safetensors");
+    for (const auto& [name, entry] : file.entries()) EXPECT_EQ(entry.dtype, at::kBFloat16) << name;
+  }
+}
+
 TEST(Convert, RefusesNumbersThatItsFormatCannotHold) {
   const TemporaryFolder folder;
   const auto model = small("llama", false);

@@ -1,5 +1,7 @@
 #include "tessera/checkpoint/hugging_face.h"
 
+#include <set>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -735,6 +737,31 @@ TEST(Dump, MissingAndUnknownTensorsAreOurBug) {
   tensors = targets_for(model);
   tensors.push_back({at::ones({1}), Slice::whole("stray", {1})});
   EXPECT_THROW(dump(folder / "d.safetensors", model, tensors, comm::Group::self()), InternalError);
+}
+
+/// Beside adapters some weights are kept in fewer bits, and are among no tensors.
+TEST(Dump, GivesOurNamesToWhatIsLeftOfATensorOfSeveralParts) {
+  const TemporaryFolder folder;
+  write_model(folder, gpt2_config(), gpt2_tensors());
+  const auto model = read_hugging_face_config(config_for(folder.path()));
+  const auto whole = targets_for(model);
+  load_hugging_face(folder.path(), model, whole);
+  const std::string attention = "layers.0.attention.";
+  for (const std::set<std::string>& missing : {std::set<std::string>{"wq"}, {"wk"}, {"wv"}, {"wk", "wv"}, {"wq", "wk", "wv"}}) {
+    std::vector<SlicedTensor> tensors{{at::ones({2, 6}), Slice::whole(attention + "wq.lora_a", {2, 6})}};
+    auto expected = gpt2_tensors();
+    ASSERT_EQ(expected.erase("transformer.h.0.attn.c_attn.weight"), 1);
+    expected[attention + "wq.lora_a"] = tensors[0].tensor;
+    for (const auto& target : whole) {
+      const std::string& name = target.slice.name;
+      const bool part = name.starts_with(attention) && name.ends_with(".weight") && !name.ends_with("wo.weight");
+      if (part && missing.contains(name.substr(attention.size(), 2))) continue;
+      if (part) expected[name] = target.tensor;
+      tensors.push_back(target);
+    }
+    dump(folder / "d.safetensors", model, tensors, comm::Group::self());
+    expect_equal(read_safetensors(folder / "d.safetensors"), expected);
+  }
 }
 
 }  // namespace

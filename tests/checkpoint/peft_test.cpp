@@ -233,5 +233,32 @@ TEST_F(Peft, RefusesLayersThatAreOneThere) {
   EXPECT_THAT([&] { export_peft(saved, model_, lora_, folder_ / "peft"); }, ThrowsMessage<ConfigError>(HasSubstr("which PEFT adapts as one")));
 }
 
+/// PEFT loads them beside what lies in the folder that they name.
+TEST_F(Peft, NameAFolderOnceItHoldsWhatTheyWereTrainedBeside) {
+  draw("llama", {"attention.wq"});
+  const auto all = weights_;
+  std::erase_if(weights_, [](const auto& each) { return each.first.find(".lora_") != std::string::npos; });
+  for (const std::string name : {"base", "other"}) {
+    const fs::path whole = save_by(1);
+    export_hugging_face(whole, model_, folder_ / name);
+    fs::remove_all(whole);
+    at::Tensor& weight = weights_.at("layers.1.feed_forward.w2.weight");
+    weight = weight.clone();
+    weight[3][4] += 1;
+  }
+  weights_ = all;
+  const fs::path saved = save_by(2);
+
+  model_.from_hf = (folder_ / "other").string();
+  EXPECT_THAT(
+      [&] { export_peft(saved, model_, lora_, folder_ / "peft"); },
+      ThrowsMessage<ConfigError>(testing::AllOf(HasSubstr("model.from_hf = " + model_.from_hf + ": its model.layers.1.mlp.down_proj.weight is not what"),
+                                                HasSubstr("--set model.from_hf=DIR"))));
+  EXPECT_FALSE(fs::exists(folder_ / "peft"));
+  model_.from_hf = (folder_ / "base").string();
+  export_peft(saved, model_, lora_, folder_ / "peft");
+  EXPECT_EQ(read_json(folder_ / "peft" / "adapter_config.json").at("base_model_name_or_path"), model_.from_hf);
+}
+
 }  // namespace
 }  // namespace tessera::checkpoint

@@ -341,6 +341,11 @@ class BadInput(SystemTest):
     def test_flags_are_blamed_for_what_is_wrong_with_them(self):
         step = self.refusal(run("train", self.recipe, "--dump-step", 0, "--dump-dir", self.folder / "d"))
         self.assertIn("--dump-step = 0: steps are numbered from 1", step)
+        late = ("--set", "offload.optimizer=host", "--set", "offload.delayed_update=true")
+        step = self.refusal(run("train", self.recipe, "--dump-step", 1, "--dump-dir", self.folder / "d", *late))
+        self.assertIn("--dump-step = 1: with offload.delayed_update = true the update of a step runs while the next one computes", step)
+        done = run("convert", self.folder, self.folder / "out", "--to", "hf", "--set", "lora.alpha=3")
+        self.assertIn("--set lora.alpha=3: a checkpoint is written as it was trained", self.refusal(done))
         seed = self.refusal(run("generate", "--checkpoint", self.folder, "--prompt", "a", "--seed", 2**63))
         self.assertIn("--seed: 9223372036854775808 is beyond 64 bits: expected an integer of at most 9223372036854775807", seed)
         self.assertIn("trian: no such command; did you mean train?", self.refusal(run("trian", self.recipe)))

@@ -63,11 +63,27 @@ class Lora(SystemTest):
         loss = self.evaluated("--checkpoint", saved)
         self.command("convert", saved, self.folder / "merged", "--to", "hf", "--merge-lora")
         self.assertLess(abs(self.evaluated("--from-hf", self.folder / "merged") - loss), 1e-5)
+        whole, kept = self.folder / "whole", self.folder / "kept"
+        self.train("whole-run", recipe=recipe, sets=[*lora, f"checkpoint.dir={whole}"])
+        kept.mkdir()
+        for file in hf.iterdir():
+            (kept / file.name).write_bytes(file.read_bytes())
         (hf / "model.safetensors").write_bytes((self.folder / "merged" / "model.safetensors").read_bytes())
         done = self.command("eval", "--checkpoint", saved, "--file", self.folder / "held_out.txt", "--tokenizer", "byte", "--seq-len", 32, expect=2)
         self.assertIn("was trained beside other weights", self.refusal(done))
         done = self.command("convert", saved, self.folder / "merged-again", "--to", "hf", "--merge-lora", expect=2)
         self.assertIn("was trained beside other weights", self.refusal(done))
+        there = ("--set", f"model.from_hf={kept}")
+        self.command("convert", saved, self.folder / "merged-again", "--to", "hf", "--merge-lora", *there)
+        for checkpoint, said in ((saved, "was trained beside other weights"), (whole, "were trained beside")):
+            out = self.folder / f"{checkpoint.name}-peft"
+            self.assertIn(said, self.refusal(self.command("convert", checkpoint, out, "--to", "peft", expect=2)))
+            self.command("convert", checkpoint, out, "--to", "peft", *there)
+            self.assertEqual(json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"], str(kept))
+            gone = self.command("convert", checkpoint, self.folder / f"{checkpoint.name}-gone", "--to", "peft", "--set", "model.from_hf=nowhere")
+            self.assertIn("so the adapters name none", gone.stderr)
+            config = json.loads((self.folder / f"{checkpoint.name}-gone" / "adapter_config.json").read_text())
+            self.assertIsNone(config["base_model_name_or_path"])
 
     def test_the_plan_says_what_fewer_bits_leave(self):
         recipe = self.write_recipe("planned.toml", family="llama", kv_heads=2)

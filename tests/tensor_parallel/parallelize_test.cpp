@@ -278,6 +278,14 @@ TEST(TensorParallel, OneRanksPartsOnAllRanksAreRefused) {
       const at::NoGradGuard no_grad;
       net(x);
     };
+    std::string refused_once;
+    const auto pass_or_refusal = [&] {
+      try {
+        pass();
+      } catch (const ConfigError& error) {
+        refused_once = error.what();
+      }
+    };
     const auto refused = AllOf(HasSubstr("'up.weight' and all other parts have the same values on every rank"), HasSubstr("checkpoint::load"));
     give(first);
     pass();
@@ -290,6 +298,15 @@ TEST(TensorParallel, OneRanksPartsOnAllRanksAreRefused) {
     }
     give(own);
     for (int step = 0; step < 8; ++step) pass();
+    give(first);
+    for (int step = 0; step < 16; ++step) {  // as a loop goes on: an update makes them differ
+      pass_or_refusal();
+      const at::NoGradGuard no_grad;
+      for (const at::Tensor& part : {net->up->weight, net->down->weight}) part.add_(0.1 * (1 + world.rank()));
+    }
+    EXPECT_THAT(refused_once, refused);
+    give(own);
+    for (int step = 0; step < 32; ++step) pass();
     const at::Tensor kept = own[0];  // one part that is alike, beside others that are not, may be meant so
     own[0] = first[0];
     give(own);

@@ -24,6 +24,7 @@
 #include "tessera/nn/meta.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/clip_grad_norm.h"
+#include "tessera/pipeline/split/split.h"
 #include "tessera/tensor_parallel/parallelize.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/nn/collect.h"
@@ -417,6 +418,35 @@ TEST(DisjointWrappers, OneRanksExpertsOnAllRanksAreRefused) {
       });
     }
   }
+}
+
+struct MixturePairImpl : nn::Module {
+  explicit MixturePairImpl(const ModelConfig& config) : first(config), second(config) {
+    register_module("first", first);
+    register_module("second", second);
+  }
+  at::Tensor forward(const at::Tensor& x) { return second(first(x)); }
+  MixtureFeedForward first, second;
+};
+TESSERA_MODULE(MixturePair);
+
+/// Nothing is read, and nothing forgotten, by the pass that pipeline::split records.
+TEST(DisjointWrappers, OneRanksExpertsAreRefusedBehindASplitToo) {
+  const ModelConfig config{.family = "mixtral", .dim = 12, .layers = 1, .heads = 2, .ffn_dim = 6, .experts = 4, .experts_per_token = 2};
+  run_ranks(2, [&](World& world) {
+    auto pair = on_meta([&] { return MixturePair(config); });
+    nn::assign_paths(*pair);
+    const auto dealt = expert_parallel(*pair, world.group());
+    materialize(*pair, 5);
+    for (const auto& parameter : nn::unique_parameters(*pair, experts_of(*pair, true))) {
+      const at::Tensor part = parameter.tensor.detach().contiguous(), both = at::empty({2 * part.numel()}, part.options());
+      comm::all_gather(world.group(), both, part.reshape({-1}));
+      at::Tensor(parameter.tensor).set_data(both.narrow(0, 0, part.numel()).view(part.sizes()).clone());
+    }
+    const at::Tensor tokens = random_tensor({1, 7, 12}, "tokens");
+    const auto split = pipeline::split(pair, {tokens}, {{"second", pipeline::SplitPoint::Beginning}});
+    EXPECT_THAT(refusal([&] { (void)pair(tokens); }), ::testing::HasSubstr("has the same weights on every rank of"));
+  });
 }
 
 struct EvenPairImpl : nn::Module {

@@ -81,5 +81,16 @@ TEST(Progress, OlderAndDamagedCheckpoints) {
   EXPECT_EQ(world_options_of(config_with("ring"), 2, nlohmann::json(), "", remarks).algorithm, "ring");
 }
 
+TEST(Progress, AProgramsOwnIsNoConfiguration) {
+  const nlohmann::json own[] = {nlohmann::json(), {{"epoch", 3}}, {{"config", {{"lr", 0.1}}}}};
+  for (const auto& progress : own) {
+    EXPECT_FALSE(config_if_any(progress).has_value());
+    EXPECT_THAT([&] { config_of(progress, "step-4"); }, ::testing::ThrowsMessage<ConfigError>(HasSubstr("step-4: was saved by a program of its own")));
+  }
+  const nlohmann::json text{{"config", "a name"}};
+  EXPECT_FALSE(config_if_any(text).has_value());
+  EXPECT_EQ(config_if_any(progress_json(Config{}, {}, {}, {}, 1)).value(), Config{});
+}
+
 }  // namespace
 }  // namespace tessera

@@ -438,6 +438,39 @@ TEST_F(Runs, WhatWasTrainedBeforeThereWereAdaptersIsNotLeftBehind) {
   }
 }
 
+/// What is left out begins anew; what is gone on with stays what it was trained as.
+TEST_F(Runs, APartOfACheckpointKeepsTheScaleOfItsAdaptersAndTheFormatOfItsWeights) {
+  const std::string modules = "layers.*.attention.*", adapters = "lora.modules=" + modules;
+  const std::string anew = "checkpoint.partial=[\"**.lora_a\",\"**.lora_b\"]", others = "checkpoint.partial=[\"norm.*\"]";
+  const std::string fewer = "quantize.modules=" + modules;
+  run_into("a", 2, {adapters, "lora.alpha=4"});
+  run_into("b", 2, {adapters, fewer, "run.device=cpu"});
+  const auto from = [&](const std::string& dir, Sets more) {
+    more.insert(more.end(), {adapters, "checkpoint.resume=" + at(dir, 2)});
+    run_into("c", 3, more);
+  };
+  const auto refused = [&](const std::string& dir, const Sets& more, const std::string& words) {
+    EXPECT_THAT(([&] { from(dir, more); }), ThrowsMessage<ConfigError>(HasSubstr(words))) << words;
+  };
+  refused("a", {others, "lora.alpha=8"}, "lora.alpha = 8.0");
+  refused("a", {others, "lora.alpha=4", "lora.rank=3"}, "lora.rank = 3");
+  refused("a", {anew, "lora.alpha=8"}, "lora.alpha = 8.0");  // they fit, and are loaded
+  refused("b", {others, fewer, "run.device=cpu", "quantize.block=32"}, "quantize.block = 32");
+  refused("b", {anew, "run.device=cpu"}, "quantize.modules = ");
+  EXPECT_NO_THROW(from("a", {anew, "lora.alpha=8", "lora.rank=3"}));
+}
+
+TEST_F(Runs, AnotherFolderThanARunBeganWithIsSaid) {
+  ResumePoint point{.folder = "saved", .manifest = {}};
+  Config saved = settings(ddp2_, {}), now = saved;
+  saved.model.from_hf = "first", now.model.from_hf = "second";
+  point.manifest.progress = progress_json(saved, {}, {}, {}, 2);
+  const auto in_file = config_of(point.manifest.progress, "").model.from_hf;
+  EXPECT_THAT(changes_since(point, now), ElementsAre(HasSubstr("model.from_hf = second (was " + in_file + "): the weights are those of saved")));
+  now.model.from_hf = in_file;
+  EXPECT_THAT(changes_since(point, now), IsEmpty());
+}
+
 /// Their folder may be unmounted, or hold others by the time of a save.
 TEST_F(Runs, WeightsInFewerBitsAreSavedAsWhatTheyWereMadeOf) {
   const auto hf = folder_ / "hf";
