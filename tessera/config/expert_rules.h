@@ -3,6 +3,10 @@
 namespace tessera {
 
 struct Config;
+struct ModelConfig;
+
+/// Whether the experts of a layer take as many tokens each, whatever routers learn: they choose, or every token goes to all.
+bool experts_have_alike(const ModelConfig& model);
 
 /// What mesh.ep and mesh.expert_tp ask of a model whose experts are dealt over `ranks`: those of dp_shard x cp x tp, or, with zero.stage = 0, of tp, or of
 /// dp_replicate (`over_replicas`, run.deterministic); of a model that is only read (`reads`), over tp alone. Throws ConfigError.

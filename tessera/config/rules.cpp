@@ -385,6 +385,8 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
 
 }  // namespace
 
+bool experts_have_alike(const ModelConfig& model) { return model.router == "expert_choice" || model.experts_per_token == model.experts; }
+
 void validate_expert_choice(const Config& config, bool columns, bool reads) {
   const CutSequence cut = cut_sequence(config, columns);
   require(!cut.any || config.model.family != "mixtral" || config.model.router != "expert_choice",

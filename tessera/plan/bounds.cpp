@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "tessera/config/expert_rules.h"
 #include "tessera/core/format.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
@@ -29,9 +30,8 @@ Unknowns unknowns_of(const Config& config, int world) {
   const bool dealt = config.model.experts > 0 && deals_experts(config, mesh_shape(config.mesh, config.zero.stage, world));
   // Between ranks that each hold a part of every expert no row travels that a capacity drops.
   const bool dropped = config.mesh.expert_tp > 1 && config.moe.capacity_factor > 0 && config.model.router != "expert_choice";
-  const bool documents = config.data.documents != "none";
-  const bool chosen = config.model.router != "expert_choice" && config.model.experts_per_token < config.model.experts;  // else padding alone decides
-  return {.documents = documents, .routers = dealt && ((config.mesh.ep > 1 && (chosen || documents)) || dropped)};
+  const bool documents = config.data.documents != "none";  // and padding, which decides where experts have alike
+  return {.documents = documents, .routers = dealt && ((config.mesh.ep > 1 && (!experts_have_alike(config.model) || documents)) || dropped)};
 }
 
 double without_length(double whole, double parts) { return parts - (whole - parts) / (kShortDocuments - 1); }

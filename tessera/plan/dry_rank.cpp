@@ -8,6 +8,7 @@
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
+#include "tessera/config/expert_rules.h"
 #include "tessera/data/loader.h"
 #include "tessera/layout/slice.h"
 #include "tessera/memory/memory_events.h"
@@ -223,7 +224,7 @@ class StepsReader {
 
 experts::DryRouting routing_of(const Config& config, const DryRunOptions& options, const Mesh& mesh, const data::LoaderOptions& loader) {
   experts::DryRouting routing{.load = options.routed,
-                              .alike = config.model.router == "expert_choice" || config.model.experts_per_token == config.model.experts,
+                              .alike = experts_have_alike(config.model),
                               .per_token = std::max<int64_t>(1, config.model.experts_per_token),
                               .capacity_factor = config.moe.capacity_factor};
   const MeshRoles roles = mesh_roles(config);

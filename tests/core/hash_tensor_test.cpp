@@ -1,6 +1,8 @@
 #include "tessera/core/hash_tensor.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 namespace tessera {
