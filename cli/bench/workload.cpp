@@ -8,6 +8,7 @@
 
 #include "cli/bench/measure.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/exchange.h"
 #include "tessera/core/error.h"
 
 namespace tessera::bench {
@@ -51,10 +52,8 @@ constexpr double others_parts(int n) { return static_cast<double>(n - 1) / n; }
 constexpr double others_parts_twice(int n) { return 2 * others_parts(n); }
 
 void send_to_the_next(const comm::Group& group, const at::Tensor& out, const at::Tensor& in) {
-  auto received = recv_async(group, out, (group.rank() + group.size() - 1) % group.size());
-  auto sent = send_async(group, in, (group.rank() + 1) % group.size());
-  received.wait();
-  sent.wait();
+  const int next = (group.rank() + 1) % group.size(), before = (group.rank() + group.size() - 1) % group.size();
+  exchange_async(group, in, next, out, before, /*tag=*/0, comm::receives_first(group.rank())).wait();
 }
 
 void send_from_0_to_1(const comm::Group& group, const at::Tensor& out, const at::Tensor& in) {

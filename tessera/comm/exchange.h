@@ -17,8 +17,14 @@ struct Exchange {
   }
 };
 
-/// Starts sending `out` to rank `to` and receiving `in` from rank `from`; nothing for what is empty, of which both sides know. `receive_first`: neighbours
-/// begin with different halves, for engines that carry out what two ranks exchange in the order of the calls.
+/// Whether a place of a ring begins with its receive where every place sends to the one that is `distance` ahead of it, or behind it, and receives from the
+/// other side. Two places that send to each other begin with different halves, and nowhere do all that wait for one another begin with the same: what engines
+/// ask for that carry out two ranks' messages in the order of the calls, or let the first one of two ranks wait for the other (Engine::matches_tags,
+/// connect.h).
+inline bool receives_first(int place, int distance = 1) { return place / distance % 2 != 0; }
+
+/// Starts sending `out` to rank `to` and receiving `in` from rank `from`; nothing for what is empty, of which both sides know. `receive_first`: see
+/// receives_first().
 inline Exchange exchange_async(const Group& group, const at::Tensor& out, int to, const at::Tensor& in, int from, int tag, bool receive_first) {
   Exchange exchange;
   if (receive_first && in.numel() > 0) exchange.received = recv_async(group, in, from, tag);

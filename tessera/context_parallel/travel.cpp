@@ -9,7 +9,8 @@
 #include "tessera/memory/memory.h"
 
 // A message is in flight while the same step is computed, so what is sent, what comes and what is computed on are three different memories or read-only. The
-// sum of a block is posted for before the next block: that is the order in which the place before sends them.
+// sum of a block is posted for before the next block: that is the order in which the place before sends them. The last sums go straight home, each place's
+// while its own comes: one exchange, in which places that send to each other must not both begin with the send.
 
 namespace tessera::context {
 
@@ -47,7 +48,7 @@ void TravellingBlocks::pass_on(const RingStep& step) {
   }
   const int next_block = (step.block + ring_.places() - 1) % ring_.places();
   coming_ = view_of_room(memory_[1 - used_], tensors, shape, ring_.columns[static_cast<size_t>(next_block)]);
-  exchange_ = comm::exchange_async(ring_.group, sent_, ring_.next(), coming_, ring_.before(), kBlockTag, /*receive_first=*/ring_.place % 2 != 0);
+  exchange_ = comm::exchange_async(ring_.group, sent_, ring_.next(), coming_, ring_.before(), kBlockTag, comm::receives_first(ring_.place));
   if (!ring_.overlap) exchange_.wait();
 }
 
@@ -90,16 +91,21 @@ void TravellingSums::end(const RingStep& step) {
   }
   if (!step.sum_goes_on) return;
   sent_.wait();  // the other share's memory is the next step's
-  sent_ = comm::send_async(ring_.group, share_, ring_.rank_of(step.sum_to), kSumTag);
+  if (step.own_comes_from < 0) {
+    sent_ = comm::send_async(ring_.group, share_, ring_.rank_of(step.sum_to), kSumTag);
+  } else {
+    coming_ = part_of(incoming_, ring_.place);
+    const int hops = (step.own_comes_from + ring_.places() - ring_.place) % ring_.places();
+    home_ = comm::exchange_async(ring_.group, share_, ring_.rank_of(step.sum_to), coming_, ring_.rank_of(step.own_comes_from), kSumTag,
+                                 comm::receives_first(ring_.place, hops));
+  }
   used_ = 1 - used_;
 }
 
 at::Tensor TravellingSums::take(const RingStep& last) {
   if (last.own_comes_from >= 0) {
-    coming_ = part_of(incoming_, ring_.place);
-    comm::recv(ring_.group, coming_, ring_.rank_of(last.own_comes_from), kSumTag);
+    home_.wait();
     own_.add_(coming_);
-    sent_.wait();
   }
   return own_;
 }

@@ -60,7 +60,7 @@ class TravellingSums {
   void begin(const RingStep& step);
   /// This place's share of the block's gradients: zeros at first.
   at::Tensor operator[](size_t tensor) const { return share_[static_cast<int64_t>(tensor)]; }
-  /// Adds what has come, and sends the sum on.
+  /// Adds what has come, and sends the sum on; in the last step home, while the own one comes.
   void end(const RingStep& step);
   /// The whole gradients of this place's own block, after the `last` step.
   at::Tensor take(const RingStep& last);
@@ -76,6 +76,7 @@ class TravellingSums {
   at::Tensor incoming_;
   size_t used_ = 0;
   comm::Pending sent_, received_;
+  comm::Exchange home_;
 };
 
 }  // namespace tessera::context

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include "tessera/comm/call_site.h"
+#include "tessera/comm/connect.h"
 #include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 #include "tessera/core/events.h"
@@ -120,6 +121,37 @@ Executor::Executor(const schedules::Schedule& schedule, Crossings crossings, std
     names_.push_back(schedule.stages() > 1 ? describe(leg.action) : "");
     for (const Message& message : leg.needs) taker_of_[{message.crossing, message.micro_batch, message.gradient}] = names_.back();
   }
+  refuse_one_way();
+}
+
+/// Both ends of a pair post receives ahead of what they send: in one group, in which messages meet by their order alone, they would wait for each other.
+void Executor::refuse_one_way() const {
+  const Channels& ranks = options_.ranks;
+  if (ranks.ahead.matches_tags() || ranks.ahead.engine() != ranks.back.engine()) return;
+  std::set<int> sends, receives;
+  for (const Leg& leg : legs_) {
+    for (const Message& message : leg.sends) sends.insert(message.peer);
+    for (const Message& message : leg.needs) receives.insert(message.peer);
+  }
+  const auto both = std::ranges::find_if(sends, [&](int peer) { return receives.contains(peer); });
+  require(
+      both == sends.end(), "pipeline: ranks ", ranks.rank(), " and ", both == sends.end() ? 0 : *both, " of group '", ranks.ahead.name(),
+      "' send to each other under the schedule '", schedule_.name, "', and the group's engine (", ranks.ahead.engine()->name(),
+      ") carries out their messages in the order of the calls, so that both would wait to receive; give ExecutorOptions::ranks a group for each direction: ",
+      "Channels(mesh[\"pp\"], mesh.another(\"pp\", \"back\"), {})");
+}
+
+/// In each of the groups, the ranks that meet there.
+void Executor::connect() {
+  if (std::exchange(connected_, true)) return;
+  const comm::CallSite site("pipeline.connect");
+  std::set<int> ahead, back;
+  for (const Leg& leg : legs_) {
+    for (const Message& message : leg.sends) (options_.ranks.rank() < message.peer ? ahead : back).insert(message.peer);
+    for (const Message& message : leg.needs) (message.peer < options_.ranks.rank() ? ahead : back).insert(message.peer);
+  }
+  comm::connect(options_.ranks.ahead, ahead, options_.device);
+  comm::connect(options_.ranks.back, back, options_.device);
 }
 
 /// An earlier step, of whatever executor, that ended in its midst has left messages which this one's receives would match.
@@ -134,6 +166,7 @@ void Executor::refuse_what_is_left() const {
 
 void Executor::run(StepTimes* times) {
   refuse_what_is_left();
+  connect();
   if (times) *times = {.schedule = schedule_.name, .micro_batches = schedule_.micro_batches, .rank_of = schedule_.rank_of};
   arrivals_.clear();
   leaving_.clear();

@@ -54,6 +54,9 @@ struct ExecutorOptions {
 /// An error of an action says which it was: "stage 2, forward of micro-batch 5: ..."; so do the collectives in it (comm::CallSite) that name no module, a
 /// receive by the action that takes it, and the flight record while the action lasts (Group::set_place). One stage has no name. One rank, one thread.
 ///
+/// The first run() connects the ranks that send each other something, where the engine asks for that (comm/connect.h): receives are posted ahead of what the
+/// peers wait for.
+///
 /// What ranks had sent each other when an action threw stays on its way, so no executor of that group runs on this rank again: run() throws Error.
 class Executor {
  public:
@@ -82,6 +85,8 @@ class Executor {
   using Value = std::tuple<int, int, bool>;  ///< crossing, micro-batch, whether it is its gradient
 
   void refuse_what_is_left() const;
+  void refuse_one_way() const;
+  void connect();
   void carry_out(const schedules::Action& action);
   void compute(const schedules::Action& action);
   void forward(const schedules::Action& action);
@@ -108,6 +113,7 @@ class Executor {
   std::map<Value, at::Tensor> leaving_;    ///< made by the action that runs, to be sent
   std::map<std::pair<int, int>, Alive> alive_;
   std::list<comm::Pending> sending_;
+  bool connected_ = false;
   std::map<int, WeightVersions> versions_;  ///< of each stage, where the schedule is asynchronous
 };
 

@@ -1,6 +1,7 @@
 #include "tessera/pipeline/tied.h"
 
 #include <algorithm>
+#include <set>
 #include <tuple>
 
 #include <ATen/core/grad_mode.h>
@@ -9,6 +10,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "tessera/comm/call_site.h"
+#include "tessera/comm/connect.h"
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
 #include "tessera/nn/parameter.h"
@@ -168,6 +170,14 @@ TiedCopies::TiedCopies(Channels ranks, int holders, std::vector<Copy> copies, bo
         if (numel > 0) exchanges_.push_back({.copy = c, .peer = peer, .holder = holder, .runs = std::move(runs), .numel = numel});
       }
     }
+  }
+  // start_sum() sends to peers that may first come to a send of their own, in the other group.
+  std::set<int> peers;
+  for (const Exchange& exchange : exchanges_) {
+    if (exchange.peer != ranks_.rank()) peers.insert(exchange.peer);
+  }
+  for (const comm::Group* const group : {&ranks_.ahead, &ranks_.back}) {
+    if (!peers.empty()) comm::connect(*group, peers, copies_.front().tensor.device());
   }
 }
 

@@ -21,7 +21,7 @@ int before(const comm::Group& group, int steps) { return (group.rank() - steps %
 
 /// Starts sending `out` to the next rank and receiving `in` from the one before.
 comm::Exchange start_exchange(const comm::Group& group, int tag, const at::Tensor& out, const at::Tensor& in) {
-  return comm::exchange_async(group, out, before(group, group.size() - 1), in, before(group, 1), tag, /*receive_first=*/group.rank() % 2 != 0);
+  return comm::exchange_async(group, out, before(group, group.size() - 1), in, before(group, 1), tag, comm::receives_first(group.rank()));
 }
 
 /// Memory for any part of `whole`, of `options`.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <list>
+#include <set>
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -11,6 +12,7 @@
 
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/connect.h"
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
 #include "tessera/models/kv_cache.h"
@@ -61,6 +63,7 @@ class Generation final : public Pass {
       texts_.push_back({.request = &request, .seen = request.prompt, .prompt = request.prompt.size()});
     }
     if (options.max_new_tokens <= 0) next_ = texts_.size();
+    connect();
     first_tag_ = pipeline::end_of_tags(static_cast<int>(places_.size()), pipeline::chain(static_cast<int>(engine.rank_of_stage().size())));
   }
 
@@ -139,6 +142,15 @@ class Generation final : public Pass {
   Place& place_of(int micro_batch) { return places_[round_[static_cast<size_t>(micro_batch)]]; }
   const Place& place_of(int micro_batch) const { return places_[round_[static_cast<size_t>(micro_batch)]]; }
   int tag_of(const Place& place) const { return first_tag_ + static_cast<int>(&place - places_.data()); }
+
+  /// A rank receives a token before it has sent what the token is made of.
+  void connect() const {
+    const comm::CallSite site("pipeline.token");
+    std::set<int> peers{engine_.end_rank()};
+    for (int rank = 0; engine_.holds_end() && rank < ranks_.size(); ++rank) peers.insert(rank);
+    peers.erase(ranks_.rank());
+    comm::connect(ranks_, peers, engine_.device());
+  }
 
   /// Puts texts at places that are free, and says what each reads. False: there is nothing left to read.
   bool begin_round() {

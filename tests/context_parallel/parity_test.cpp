@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "support.h"
+#include "tests/comm/order_alone.h"
 #include "tests/late_sends.h"
 #include "tests/test_device.h"
 
@@ -113,6 +114,40 @@ TEST(Methods, AreTheSameOverGloo) {
                                                 {.method = ContextMethod::UlyssesRing, .ulysses = 2},
                                                 {.method = ContextMethod::Ulysses}}) {
     EXPECT_LE(parity(c, SequenceCut::head_tail(19, 4), options, at::kFloat, {.backend = "gloo"}), kFp32) << to_string(options.method);
+  }
+}
+
+/// As under NCCL. Each case is a run of its own, whose ranks have not met yet: rings of as many hops as a window asks for, up to all. A rank has four columns.
+class MethodsByOrderAlone : public ::testing::TestWithParam<int> {
+ protected:
+  static constexpr int64_t kColumns = 4;
+  /// With a window, or none, by which a ring of places of so many columns has that many hops.
+  static void expect_parity(int ranks, const ContextParallelOptions& options, int64_t window) {
+    const AttentionCase c{.batch = 1, .length = kColumns * ranks, .heads = 8, .kv_heads = 8, .features = 4, .window = window};
+    const comm::RunOptions run{.decorators = {order_alone(std::chrono::seconds(5))}};
+    EXPECT_LE(parity(c, SequenceCut::contiguous(c.length, ranks), options, at::kFloat, run), kFp32)
+        << to_string(options.method) << " in groups of " << options.ulysses << ", window " << window;
+  }
+  static int64_t window_of(int hops, int64_t columns) { return columns * (hops - 1) + 2; }
+};
+INSTANTIATE_TEST_SUITE_P(ContextParallel, MethodsByOrderAlone, ::testing::Range(2, 9));
+
+TEST_P(MethodsByOrderAlone, NobodyWaitsInACircle) {
+  const int n = GetParam();
+  for (const ContextMethod method : {ContextMethod::Ring, ContextMethod::RingFull}) {
+    expect_parity(n, {.method = method}, /*window=*/0);
+    for (int hops = 1; hops < n; ++hops) expect_parity(n, {.method = method}, window_of(hops, kColumns));
+  }
+  expect_parity(n, {.overlap = false}, /*window=*/0);
+  for (const int64_t window : {int64_t{0}, window_of(1, kColumns)}) {
+    expect_parity(n, {.method = ContextMethod::AllGather}, window);
+    expect_parity(n, {.method = ContextMethod::Ulysses}, window);
+  }
+  for (int inner = 1; inner <= n; ++inner) {
+    if (n % inner != 0) continue;
+    for (int hops = 0; hops < n / inner; ++hops) {
+      expect_parity(n, {.method = ContextMethod::UlyssesRing, .ulysses = inner}, hops == 0 ? 0 : window_of(hops, inner * kColumns));
+    }
   }
 }
 

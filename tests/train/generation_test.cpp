@@ -165,7 +165,14 @@ TEST_F(Reading, StagesHaveTheBitsOfOneDevice) {
   }
   EXPECT_EQ(read(3, {"mesh.pp=3"}, "gloo").drawn, one.drawn);
   decorators_ = {testing_support::order_alone()};  // tokens that were drawn do not meet the stream
-  for (const auto& [ranks, sets] : layouts) EXPECT_EQ(read(ranks, sets).drawn, one.drawn) << sets.front() << " by order alone";
+  for (const auto& [ranks, sets] : layouts) {
+    const Read many = read(ranks, sets);
+    EXPECT_EQ(many.drawn, one.drawn) << sets.front() << " by order alone";
+    EXPECT_EQ(many.loss, one.loss) << sets.front() << " by order alone";
+  }
+  read(2, {"mesh.pp=2"});
+  read(4, {"mesh.pp=2", "mesh.cp=2"});
+  read(4, {"mesh.pp=2", "mesh.tp=2", kBySequence, "tensor.overlap=true"});
 }
 
 TEST_F(Reading, StagesOfLayersThatAreCutAndCopiesOfThem) {

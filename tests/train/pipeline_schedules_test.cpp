@@ -79,6 +79,35 @@ TEST_F(PipelineSchedules, TrainWhereMessagesMeetByTheirOrderAlone) {
   }
 }
 
+/// With one micro-batch a rank of several stages receives before it has sent anything.
+TEST_F(PipelineSchedules, OneMicroBatchWhereMessagesMeetByTheirOrderAlone) {
+  const Sets single{"batch.global_size=1"};
+  const Trace one = trace_of("llama", 1, {}, single);
+  decorators_ = {testing_support::order_alone()};
+  for (const auto& [name, ranks, chunks] : std::vector<std::tuple<const char*, int, int>>{
+           {"gpipe", 3, 1}, {"1f1b", 3, 1}, {"breadth_first", 2, 2}, {"breadth_first", 3, 2}, {"zb_v", 2, 2}, {"v_min", 3, 2}}) {
+    expect_alike(trace_of("llama", ranks, scheduled(name, ranks, chunks), single), one, scheduled(name, ranks, chunks));
+  }
+}
+
+/// Rings of sequences and of layers send beside the stages, and each by itself.
+TEST_F(PipelineSchedules, RingsWhereMessagesMeetByTheirOrderAlone) {
+  const Sets sets{"batch.global_size=4", "model.kv_heads=2"};
+  const Trace one = trace_of("llama", 1, {}, sets);
+  decorators_ = {testing_support::order_alone()};
+  const std::string sequence = "tensor.sequence_parallel=true", overlap = "tensor.overlap=true";
+  for (const auto& [ranks, layout] : std::vector<std::pair<int, Sets>>{{2, {"mesh.cp=2"}},
+                                                                       {4, {"mesh.cp=2", "mesh.pp=2"}},
+                                                                       {4, {"mesh.cp=4", "context.method=ulysses_ring", "context.ulysses=2"}},
+                                                                       {8, {"mesh.cp=4", "mesh.pp=2", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2"}},
+                                                                       {2, {"mesh.tp=2", sequence, overlap}},
+                                                                       {4, {"mesh.tp=2", "mesh.pp=2", sequence, overlap}},
+                                                                       {4, {"mesh.tp=2", "mesh.cp=2", sequence, overlap}},
+                                                                       {4, {"mesh.tp=4", sequence, overlap}}}) {
+    expect_alike(trace_of("llama", ranks, layout, sets), one, layout);
+  }
+}
+
 TEST_F(PipelineSchedules, FixedTreesGiveTheBitsOfOneDevice) {
   const Sets sets{"run.deterministic=true", "batch.global_size=4"};
   const Trace one = trace_of("gpt2", 1, {}, sets);
