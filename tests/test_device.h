@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstdlib>
 #include <functional>
+#include <string_view>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -10,6 +12,13 @@ namespace tessera::testing_support {
 
 /// Where they lie: on the CPU, also in a build with CUDA, or on this thread's simulated device.
 inline at::Device test_device() { return at::empty({0}).device(); }
+
+/// Whether that is a GPU (TESSERA_TEST_DEVICE=cuda), whose kernels assert what the host refuses elsewhere, since it would have to wait to see it. A failed
+/// assertion ends the device's work in the process, so there is nothing to test.
+inline bool asserts_on_device() {
+  const char* const device = std::getenv("TESSERA_TEST_DEVICE");
+  return device != nullptr && std::string_view(device) == "cuda";
+}
 
 /// fp32 numbers that fill(memory, elements) writes, on test_device().
 inline at::Tensor floats_by(at::IntArrayRef sizes, const std::function<void(float*, int64_t)>& fill) {

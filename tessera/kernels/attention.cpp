@@ -127,6 +127,10 @@ at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::T
   if (!has_rows(q) || !has_rows(k) || !has_rows(v)) return flash_attention(with_rows(q), with_rows(k), with_rows(v), causal, scale);
   if (is_emulated_half(q) && is_widened(q)) return flash_attention(q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat), causal, scale).to(at::kHalf);
   if (takes_reference(Kernel::attention)) return reference::attention(q, k, v, causal, scale);
+  // Of grouped heads libtorch takes CUDA's memory-efficient kernel for none: it would multiply them out, in a matrix of all scores.
+  if (q.is_cuda() && q.scalar_type() == at::kFloat && q.size(1) != k.size(1) && !is_empty(q, k)) {
+    return flash_attention(q, for_each_query_head(k, q), for_each_query_head(v, q), causal, scale);
+  }
   if (q.is_cuda() || is_empty(q, k)) {
     return at::scaled_dot_product_attention(q, k, v, /*attn_mask=*/{}, /*dropout_p=*/0, causal, scale, /*enable_gqa=*/q.size(1) != k.size(1));
   }

@@ -13,11 +13,11 @@ struct AttentionOutput {
 
 /// Exact attention in tiles, without the S x S matrix (FlashAttention, arXiv:2205.14135): softmax(scale * q k^T) v. Differentiable in q, k and v.
 ///   q     [B, H, S, D]      fp32 or bf16; transposed views of [B, S, H, D] are taken as they are
-///   k, v  [B, Hk, L, D]     Hk divides H: grouped-query heads are not expanded (arXiv:2305.13245)
+///   k, v  [B, Hk, L, D]     Hk divides H: grouped-query heads are not expanded (arXiv:2305.13245), but for CUDA in fp32, which has no fused kernel for them
 ///   result [B, H, S, D]     laid out as [B, S, H, D], so that what follows needs no copy
 /// causal: query i sees keys 0..i (aligned to the first key). scale: default 1 / sqrt(D).
 /// Without keys the result is zeros, as of libtorch's scaled_dot_product_attention; without queries it is empty.
-/// Kept for backward: q, k, v, the output and B*H*S floats.
+/// Kept for backward: q, k, v (where they are expanded, so), the output and B*H*S floats.
 /// Throws ConfigError where heads cannot be grouped or a shape does not fit.
 at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale = std::nullopt);
 

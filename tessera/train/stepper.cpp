@@ -145,6 +145,7 @@ data::LoaderOptions loader_options(const Config& config, const Mesh& mesh) {
 
 RankScope::RankScope(const Config& config, int local_ranks, MemoryTracker memory)
     : graph_(config.run.graph),
+      repeats_bits_(config.run.deterministic),
       limit_(config.run.memory_limit_bytes),
       memory_(std::move(memory)),
       kernels_(choices_of(config.run.kernels)),
@@ -161,6 +162,7 @@ void RankScope::compute_on(at::Device device) {
   if (device.is_cpu() || device.is_meta()) return;
   device_.reset_device(device);
   if (graph_) stream_.reset_stream(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+  if (repeats_bits_) deterministic_.emplace();
   if (limit_ > 0) limit_device(device, limit_);
 }
 

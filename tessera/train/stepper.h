@@ -21,6 +21,7 @@
 #include "tessera/optim/schedule.h"
 #include "tessera/optim/tentative_update.h"
 #include "tessera/train/compose.h"
+#include "tessera/train/deterministic_operators.h"
 #include "tessera/train/engine.h"
 #include "tessera/train/expert_load.h"
 #include "tessera/train/stage_updates.h"
@@ -87,13 +88,14 @@ class RankScope {
   MemoryTracker& memory() { return memory_; }
 
   /// The thread's work that names no device goes to this one from now on, and what is allocated there counts. Before the first tensor there. With run.graph it
-  /// goes to a stream of its own, for the default one cannot be captured.
+  /// goes to a stream of its own, for the default one cannot be captured. With run.deterministic libtorch's operators there repeat their bits.
   void compute_on(at::Device device);
 
  private:
   c10::OptionalDeviceGuard device_;
   c10::OptionalStreamGuard stream_;
-  bool graph_;
+  bool graph_, repeats_bits_;
+  std::optional<DeterministicOperators> deterministic_;
   int64_t limit_;
   CacheHostMemory cache_;
   MemoryTracker memory_;

@@ -84,6 +84,19 @@ TEST(Attention, RefusesHeadsThatCannotBeGrouped) {
   EXPECT_THAT(message_of<ConfigError>([&] { flash_attention(q, k, k, true); }), ::testing::HasSubstr("5 heads cannot be dealt over 2"));
 }
 
+/// On CUDA no fused kernel takes grouped heads in fp32, and libtorch would multiply them out.
+TEST(Attention, GroupedHeadsNeedNoScoresInMemory) {
+  constexpr int64_t tokens = 1024;
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor q = heads_view(1, 4, tokens, 8, dtype, 1).requires_grad_(), k = heads_view(1, 2, tokens, 8, dtype, 2).requires_grad_();
+    MemoryTracker tracker;
+    const TrackMemory track(tracker);
+    flash_attention(q, k, k, true).sum().backward();
+    EXPECT_LT(tracker.peak(), tokens * tokens * static_cast<int64_t>(q.element_size())) << dtype << ": the scores of one head";
+    EXPECT_EQ(k.grad().sizes(), k.sizes());
+  }
+}
+
 /// Heads out of a convolution have a feature every so many elements.
 TEST(Attention, FeaturesNeedNotLieSideBySide) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {

@@ -6,6 +6,7 @@
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/swiglu.h"
 #include "tests/kernels/support.h"
+#include "tests/test_device.h"
 
 namespace tessera::kernels {
 namespace {
@@ -91,7 +92,14 @@ TEST(EmbeddingGradient, AddsRowsUpInOrder) {
     add_embedding_gradient_(sum, rows, ids, -1);
     EXPECT_TRUE(at::equal(sum, expected));
   }
-  EXPECT_THAT(message_of<ConfigError>([&] { add_embedding_gradient_(at::zeros({6, 2}), random({6, 2}), ids, -1); }), ::testing::HasSubstr("no row of 6"));
+}
+
+TEST(EmbeddingGradient, RefusesIdsThatAreNoRow) {
+  if (asserts_on_device()) GTEST_SKIP() << "CUDA's kernels assert it";
+  for (const int64_t id : {6, -1}) {
+    const at::Tensor ids = at::tensor({int64_t{4}, id}, at::kLong);
+    EXPECT_THAT(message_of<ConfigError>([&] { add_embedding_gradient_(at::zeros({6, 2}), random({2, 2}), ids, -2); }), ::testing::HasSubstr("no row of 6"));
+  }
 }
 
 TEST(EmbeddingGradient, BitsDoNotDependOnThreads) {

@@ -40,6 +40,12 @@ bool takes_tensors(const c10::FunctionSchema& schema) {
                      [](const c10::Argument& a) { return a.type()->str().find("Tensor") != std::string::npos; });
 }
 
+/// Whether what is made is drawn by a generator of the host, which draws nothing on a device.
+bool is_drawn_on_host(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, size_t first) {
+  const auto generator = position(schema, "generator");
+  return generator && stack[first + *generator].isGenerator() && stack[first + *generator].toGenerator().device().is_cpu();
+}
+
 void make(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
@@ -47,10 +53,13 @@ void make(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& device = argument("device");
   const bool pinned = argument("pin_memory").isBool() && argument("pin_memory").toBool();
   const bool strided = argument("layout").isNone() || argument("layout").toLayout() == at::kStrided;
-  if (has_default_device() && device.isNone() && !pinned && strided && !(inside_operator && inside_operator())) device = default_device();
+  const bool moves = has_default_device() && device.isNone() && !pinned && strided && !(inside_operator && inside_operator());
+  const bool on_host_first = moves && is_drawn_on_host(schema, *stack, first);
+  if (moves) device = on_host_first ? c10::Device(c10::kCPU) : default_device();
   const auto key =
       c10::computeDispatchKey(argument("dtype").toOptional<at::ScalarType>(), argument("layout").toOptional<at::Layout>(), device.toOptional<at::Device>());
   op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+  if (on_host_first) stack->back() = stack->back().toTensor().to(default_device());
 }
 
 /// Tests hold what different ranks have against each other, and against the CPU's.

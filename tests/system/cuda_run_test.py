@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import unittest
@@ -28,6 +29,7 @@ class CudaRun(SystemTest):
     def test_what_is_carried_runs_dry(self):
         carried, results = self.folder / "carried", self.folder / "results.json"
         self.call("--pack", carried, "--build", BUILD)
+        self.assertRegex((carried / "build/cuda/torch_version").read_text(), r"^\d+\.\d+\.\d+\S*\n$")
         done = self.call("--dry", "--build", carried / "build/cuda", "--json", results, "--python", sys.executable, root=carried)
         rows = {row["part"]: row for row in json.loads(results.read_text())["parts"]}
         self.assertEqual({name for name, row in rows.items() if row["outcome"] != "passed"}, {"nccl", "sanitizer"}, done.stdout)
@@ -43,6 +45,41 @@ class CudaRun(SystemTest):
         done = self.call("--dry", "--build", BUILD, "--only", "kernels,graph", "--limit", "0.1", "--json", self.folder / "late.json", expect=1)
         self.assertRegex(done.stdout, r"kernels +late +[\d.]+ s  not done after")
         self.assertRegex(done.stdout, r"graph +late ")
+
+    def carried_to(self, version="2.13.0+cu130"):
+        """A packed folder whose tessera says where it looks for libraries, and an environment with a torch of CUDA's that has nothing but its places."""
+        root, site = self.folder / "carried", self.folder / "env/lib/python3.0/site-packages"
+        for name in ("torch/lib", "nvidia/cu13/lib", "nvidia/nccl/lib"):
+            (site / name).mkdir(parents=True, exist_ok=True)
+        (site / "torch/__init__.py").write_text("")
+        (site / "torch/version.py").write_text(f"__version__ = '{version}'\n")
+        shutil.copytree(SOURCE / "tests/cuda", root / "tests/cuda", dirs_exist_ok=True)
+        (root / "build/cuda/bin").mkdir(parents=True, exist_ok=True)
+        (root / "build/cuda/torch_version").write_text("2.13.0+cu130\n")
+        for name in ("tessera", "tessera_kernels_test", "tessera_memory_test"):
+            binary = root / "build/cuda/bin" / name
+            binary.write_text('#!/bin/sh\nprintf \'{"torch": "", "devices": [{"name": "cuda:0", "model": "%s"}]}\' "$LD_LIBRARY_PATH"\n')
+            binary.chmod(0o755)
+        return root, site
+
+    def searched(self, root, *words, **variables):
+        results = self.folder / "results.json"
+        self.call("--only", "device", "--json", results, *words, root=root, **variables)
+        return json.loads(results.read_text())["model"].split(":")
+
+    def test_libraries_are_looked_for_in_torchs_wheel_and_in_those_of_cuda(self):
+        root, site = self.carried_to()
+        places = [str(root / "build/cuda/lib"), *(str(site / name) for name in ("torch/lib", "nvidia/cu13/lib", "nvidia/nccl/lib"))]
+        self.assertEqual(self.searched(root, "--python", sys.executable, PYTHONPATH=str(site))[:4], places)
+        (root / "build/cuda_torch_dir").write_text(f"{site / 'torch'}\n")  # without --python, where the CUDA torch is known
+        self.assertEqual(self.searched(root, PYTHONPATH="")[:4], places)
+
+    def test_another_torch_than_that_of_the_build_is_refused(self):
+        root, site = self.carried_to("2.13.0+cpu")
+        refusal = self.call("--python", sys.executable, root=root, expect=2, PYTHONPATH=str(site)).stderr
+        self.assertRegex(refusal, r"^tests/cuda/run: \S+ has torch 2\.13\.0\+cpu, and \S+/build/cuda was made with 2\.13\.0\+cu130: .*--python\n$")
+        (site / "torch/version.py").unlink()
+        self.assertIn("has no torch, and ", self.call("--python", sys.executable, root=root, expect=2, PYTHONPATH=str(site)).stderr)
 
     def test_a_device_that_is_not_there_is_refused(self):
         words = [BUILD / "bin/tessera_memory_test", "--gtest_filter=DeviceAllocator.*"]

@@ -1,8 +1,10 @@
 // The same training on the CPU and on the device that the suite runs on: on the CPU that says little, on the simulated accelerator (docs/testing.md) that a run
 // there has the CPU's bits and counts its bytes.
 
+#include <ATen/Context.h>
 #include <c10/util/Exception.h>
 
+#include "tessera/train/deterministic_operators.h"
 #include "tessera/train/observers/memory_report.h"
 #include "tests/train/fixture.h"
 #include "tests/train/resume_fixture.h"
@@ -102,6 +104,31 @@ TEST_F(TrainDevice, OffloadHasTheCpusBits) {
     expect_the_same_run({"llama", 2, {std::string("zero.stage=") + stage, "offload.gradients=host", "offload.optimizer=host", "zero.bucket_bytes=4096"}},
                         /*bytes=*/false);
   }
+}
+
+// The setting is the process's, of which ranks may be threads that end in any order.
+TEST_F(TrainDevice, ADeterministicRunAsksForOperatorsThatRepeatTheirBits) {
+  const auto asked = [] {
+    const at::Context& context = at::globalContext();
+    return std::tuple(context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(), context.deterministicFillUninitializedMemory());
+  };
+  const auto before = asked();
+  const std::tuple repeats(true, false, false);
+  const at::Device device = testing_support::test_device();
+  for (const bool deterministic : {false, true}) {
+    Config settings = config("llama");
+    settings.run.deterministic = deterministic;
+    RankScope scope(settings, 1);
+    scope.compute_on(device);
+    EXPECT_EQ(asked(), deterministic && !device.is_cpu() ? repeats : before);
+  }
+  EXPECT_EQ(asked(), before);
+  auto one = std::make_unique<DeterministicOperators>(), other = std::make_unique<DeterministicOperators>();
+  EXPECT_EQ(asked(), repeats);
+  one.reset();
+  EXPECT_EQ(asked(), repeats);
+  other.reset();
+  EXPECT_EQ(asked(), before);
 }
 
 /// A rank whose device refuses what it would have to reserve beyond `limit`.

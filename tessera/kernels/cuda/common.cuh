@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/macros/Macros.h>
 
 #include "tessera/kernels/cuda/grid.h"
 

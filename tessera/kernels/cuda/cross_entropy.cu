@@ -1,5 +1,4 @@
-#include <cassert>
-
+#include "tessera/kernels/cross_entropy.h"
 #include "tessera/kernels/cuda/common.cuh"
 #include "tessera/kernels/cuda/routines.cuh"
 
@@ -45,10 +44,14 @@ __device__ void write_zeros(T* out, int64_t n) {
   for (int64_t i = threadIdx.x; i < n; i += kThreads) store(out, i, 0.0f);
 }
 
+__global__ void check_labels_kernel(int64_t n, const int64_t* labels, int64_t vocabulary) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < n) CUDA_KERNEL_ASSERT(labels[i] == kIgnoredLabel || (labels[i] >= 0 && labels[i] < vocabulary));
+}
+
 template <class T>
 __global__ void forward_kernel(float* loss, float* lse, const T* logits, const int64_t* labels, int64_t vocabulary, LossTerms terms) {
   const int64_t row = blockIdx.x, label = labels[row];
-  assert(label < vocabulary);
   if (label < 0) {
     if (threadIdx.x == 0) loss[row] = lse[row] = 0.0f;
     return;
@@ -77,7 +80,6 @@ __global__ void backward_kernel(T* d_logits, const float* grad_loss, const T* lo
 template <class T>
 __global__ void in_place_kernel(T* logits, float* loss, const int64_t* labels, int64_t vocabulary, float scale, LossTerms terms) {
   const int64_t row = blockIdx.x, label = labels[row];
-  assert(label < vocabulary);
   T* x = logits + row * vocabulary;
   if (label < 0) {
     if (threadIdx.x == 0) loss[row] = 0.0f;
@@ -181,14 +183,26 @@ void sum(const at::Tensor& total, const at::Tensor& rows) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-/// The kernels assert instead: looking at the labels here would wait for the device.
-void check_labels(const at::Tensor&, int64_t) {}
+/// Nobody waits for what it finds: the next call that does throws what CUDA makes of a failed assertion.
+void check_labels(const at::Tensor& labels, int64_t vocabulary) {
+  if (labels.numel() == 0) return;
+  check_labels_kernel<<<blocks_for(labels.numel()), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(labels.numel(), labels.const_data_ptr<int64_t>(),
+                                                                                                      vocabulary);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
 
 }  // namespace
 
 CrossEntropyRoutines cross_entropy_routines() {
-  return {
-      .forward = forward, .backward = backward, .in_place = in_place, .part = part, .part_gradient = part_gradient, .sum = sum, .check_labels = check_labels};
+  CrossEntropyRoutines all;
+  all.forward = forward;
+  all.backward = backward;
+  all.in_place = in_place;
+  all.part = part;
+  all.part_gradient = part_gradient;
+  all.sum = sum;
+  all.check_labels = check_labels;
+  return all;
 }
 
 }  // namespace tessera::kernels::cuda

@@ -65,12 +65,14 @@ __global__ void keep_kernel(int64_t tokens, int64_t choices, int64_t* slots, int
   if (threadIdx.x == 0) counts[expert] = min(total, capacity);
 }
 
-__global__ void nothing_chosen_kernel(int64_t n, int64_t* slots, const int64_t* chosen) {
+__global__ void nothing_chosen_kernel(int64_t n, int64_t* slots, const int64_t* chosen, int64_t experts) {
   const int64_t i = thread_index();
-  if (i < n && chosen[i] < 0) slots[i] = -1;
+  if (i >= n) return;
+  CUDA_KERNEL_ASSERT(chosen[i] >= -1 && chosen[i] < experts);
+  if (chosen[i] < 0) slots[i] = -1;
 }
 
-__global__ void place_kernel(int64_t tokens, int64_t choices, int64_t* slots, int64_t* order, const int64_t* counts, const int64_t* chosen) {
+__global__ void place_kernel(int64_t tokens, int64_t choices, int64_t* slots, int64_t* order, int64_t places, const int64_t* counts, const int64_t* chosen) {
   const int64_t expert = blockIdx.x, n = tokens * choices, each = (n + kThreads - 1) / kThreads;
   const int64_t begin = min(n, each * threadIdx.x), end = min(n, begin + each);
   int64_t first = 0, mine = 0, total = 0;
@@ -79,6 +81,7 @@ __global__ void place_kernel(int64_t tokens, int64_t choices, int64_t* slots, in
   int64_t place = first + before_me(mine, total);
   for (int64_t c = begin; c < end; ++c) {
     if (chosen[c] != expert || slots[c] < 0) continue;
+    CUDA_KERNEL_ASSERT(place < places);
     order[place] = c;
     slots[c] = place++;
   }
@@ -144,9 +147,9 @@ void plan(const at::Tensor& slots, const at::Tensor& order, const at::Tensor& co
   auto* const count = counts.data_ptr<int64_t>();
   const auto* const expert = chosen.const_data_ptr<int64_t>();
   keep_kernel<<<count_of(experts), kThreads, 0, stream()>>>(tokens, choices, slot, count, expert, capacity);
-  if (n > 0) nothing_chosen_kernel<<<blocks_for(n), kThreads, 0, stream()>>>(n, slot, expert);
+  if (n > 0) nothing_chosen_kernel<<<blocks_for(n), kThreads, 0, stream()>>>(n, slot, expert, experts);
   if (order.numel() > 0) empty_kernel<<<blocks_for(order.numel()), kThreads, 0, stream()>>>(order.numel(), order.data_ptr<int64_t>(), count, experts);
-  place_kernel<<<count_of(experts), kThreads, 0, stream()>>>(tokens, choices, slot, order.data_ptr<int64_t>(), count, expert);
+  place_kernel<<<count_of(experts), kThreads, 0, stream()>>>(tokens, choices, slot, order.data_ptr<int64_t>(), order.numel(), count, expert);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -180,6 +183,14 @@ void weigh(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& grad
 
 }  // namespace
 
-DispatchRoutines dispatch_routines() { return {.choose = choose, .plan = plan, .gather = gather, .combine = combine, .weigh = weigh}; }
+DispatchRoutines dispatch_routines() {
+  DispatchRoutines all;
+  all.choose = choose;
+  all.plan = plan;
+  all.gather = gather;
+  all.combine = combine;
+  all.weigh = weigh;
+  return all;
+}
 
 }  // namespace tessera::kernels::cuda

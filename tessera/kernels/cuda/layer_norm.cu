@@ -100,6 +100,11 @@ void backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor
 
 }  // namespace
 
-LayerNormRoutines layer_norm_routines() { return {.forward = forward, .backward = backward}; }
+LayerNormRoutines layer_norm_routines() {
+  LayerNormRoutines all;
+  all.forward = forward;
+  all.backward = backward;
+  return all;
+}
 
 }  // namespace tessera::kernels::cuda

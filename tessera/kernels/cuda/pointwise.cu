@@ -55,11 +55,14 @@ __global__ void bias_activation_backward_kernel(X* dx, float* partial, const X* 
 
 /// A thread per column goes through the tokens in order, so that rows that several look up have one sum.
 template <class T>
-__global__ void embedding_gradient_kernel(int64_t dim, float* sum, const T* rows, const int64_t* ids, int64_t count, int64_t padding_row) {
+__global__ void embedding_gradient_kernel(int64_t dim, float* sum, int64_t sums, const T* rows, const int64_t* ids, int64_t count, int64_t padding_row) {
   const int64_t column = element();
   if (column >= dim) return;
   for (int64_t row = 0; row < count; ++row) {
-    if (ids[row] != padding_row) sum[ids[row] * dim + column] += load(rows, row * dim + column);
+    const int64_t id = ids[row];
+    if (id == padding_row) continue;
+    CUDA_KERNEL_ASSERT(id >= 0 && id < sums);
+    sum[id * dim + column] += load(rows, row * dim + column);
   }
 }
 
@@ -184,8 +187,8 @@ void bias_activation_backward(const at::Tensor& dx, const at::Tensor& d_bias, co
 void embedding_gradient(const at::Tensor& sum, const at::Tensor& rows, const at::Tensor& ids, int64_t padding_row) {
   with_type(rows.scalar_type(), [&](auto t) {
     using T = decltype(t);
-    for_elements(sum.size(1), embedding_gradient_kernel<T>, sum.data_ptr<float>(), rows.const_data_ptr<T>(), ids.const_data_ptr<int64_t>(), ids.numel(),
-                 padding_row);
+    for_elements(sum.size(1), embedding_gradient_kernel<T>, sum.data_ptr<float>(), sum.size(0), rows.const_data_ptr<T>(), ids.const_data_ptr<int64_t>(),
+                 ids.numel(), padding_row);
   });
 }
 
@@ -228,14 +231,16 @@ void add_elements(const at::Tensor& out, const at::Tensor& x, const at::Tensor& 
 }
 
 PointwiseRoutines pointwise_routines() {
-  return {.swiglu = swiglu,
-          .swiglu_backward = swiglu_backward,
-          .bias_activation = bias_activation,
-          .bias_activation_backward = bias_activation_backward,
-          .embedding_gradient = embedding_gradient,
-          .rope = rope,
-          .dropout = dropout,
-          .accumulate = accumulate};
+  PointwiseRoutines all;
+  all.swiglu = swiglu;
+  all.swiglu_backward = swiglu_backward;
+  all.bias_activation = bias_activation;
+  all.bias_activation_backward = bias_activation_backward;
+  all.embedding_gradient = embedding_gradient;
+  all.rope = rope;
+  all.dropout = dropout;
+  all.accumulate = accumulate;
+  return all;
 }
 
 }  // namespace tessera::kernels::cuda

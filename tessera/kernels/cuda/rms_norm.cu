@@ -80,6 +80,11 @@ void backward(const at::Tensor& dx, const at::Tensor& d_weight, const at::Tensor
 
 }  // namespace
 
-RmsNormRoutines rms_norm_routines() { return {.forward = forward, .backward = backward}; }
+RmsNormRoutines rms_norm_routines() {
+  RmsNormRoutines all;
+  all.forward = forward;
+  all.backward = backward;
+  return all;
+}
 
 }  // namespace tessera::kernels::cuda

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include <ATen/ATen.h>
-#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include "tessera/kernels/routines.h"
@@ -28,15 +28,17 @@ const Routines& cpu_routines() {
   return routines;
 }
 
-/// One call of a routine of the CPU: its first `writes` tensors are what it writes, the others what it reads.
+/// One call of a routine of the CPU, on the stream of the current device, as a launch of CUDA's: its first `writes` tensors are what it writes, the others what
+/// it reads.
 class OneRoutine {
  public:
   OneRoutine(const at::Tensor& first, size_t writes)
-      : device_(first.device()),
-        guard_(device_),
-        stream_(stream_number(current_stream(first.device().index()))),
+      : device_(c10::impl::VirtualGuardImpl(sim_type()).getDevice()),
+        stream_(stream_number(current_stream(device_.index()))),
         sequence_(HappensBefore::get().launch(stream_)),
-        writes_(writes) {}
+        writes_(writes) {
+    TORCH_CHECK(first.device() == device_, "simulated device: a kernel was launched on the current device, ", device_, ", for memory of ", first.device());
+  }
 
   at::Tensor on_host(const at::Tensor& tensor) {
     const bool writes = seen_++ < writes_;
@@ -63,7 +65,6 @@ class OneRoutine {
 
  private:
   c10::Device device_;
-  c10::DeviceGuard guard_;
   Running running_{"fused kernel"};
   Aliases aliases_;
   Uses uses_;
@@ -73,7 +74,7 @@ class OneRoutine {
 };
 
 template <auto Group, auto Routine, size_t Writes, class First, class... Args>
-auto on_device(void (*)(First, Args...)) {
+auto on_device(const kernels::Routine<void(First, Args...)>&) {
   return +[](First first, Args... args) {
     OneRoutine one(first, Writes);
     const at::Tensor own = one.on_host(first);

@@ -225,8 +225,10 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     });
     replace_tensors(value, [&](const at::Tensor& tensor) { return aliases(tensor); });
     if (value.isDevice() && value.toDevice().type() == sim_type()) value = c10::Device(c10::kCPU);
-    if (value.isGenerator() && value.toGenerator().device().type() == sim_type()) {
-      value = static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->inner;
+    if (value.isGenerator()) {
+      const at::Generator& generator = value.toGenerator();
+      TORCH_CHECK(generator.device().type() == sim_type(), "Expected a '", sim_type(), "' device type for generator but found '", generator.device(), "'");
+      value = static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->inner;
     }
   }
   {
@@ -371,12 +373,12 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   return copy_(to, self, non_blocking);
 }
 
-/// Attention as the CPU chooses it.
+/// Attention as the CPU chooses it, but that CUDA has no fused kernel for grouped heads in fp32.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask, double dropout, bool causal,
                      std::optional<double> scale, bool gqa) {
   constexpr int64_t flash = 1;
   int64_t choice = 0;
-  {
+  if (!gqa || q.scalar_type() != at::kFloat) {
     const at::AutoDispatchBelowADInplaceOrView below;
     Aliases alias;
     choice = at::_fused_sdp_choice(alias(q), alias(k), alias(v), mask ? std::optional(alias(*mask)) : mask, dropout, causal, scale, gqa);
