@@ -56,7 +56,12 @@ void check_unit_sizes(const UnitPlan& plan, const FullyShardOptions& options) {
           "; wrap smaller modules (wrap, policy; zero.wrap), gather in a smaller type (param_dtype; precision.compute), or raise the limit");
 }
 
-/// Those whose calls would be needed and cannot be intercepted.
+/// How a module comes to calls that can be intercepted, libtorch's own layers too, which nobody derives anew.
+constexpr const char* kIntercepted =
+    "derive it from tessera::nn::Module, or, where it is libtorch's own, let a module that is derived so hold it and be a unit (wrap, policy), or take the "
+    "layer of that name that tessera has (tessera::nn::Linear)";
+
+/// The first of those whose calls would be needed and cannot be intercepted.
 std::string uninterceptable(const UnitPlan& plan) {
   for (const auto& owner : plan.owners) {
     if (!owner.units.empty() && dynamic_cast<const nn::Module*>(owner.module.get()) == nullptr) return owner.path.empty() ? "(root)" : owner.path;
@@ -145,6 +150,7 @@ class FullyShardedDataParallel::Impl {
       return;
     }
     cut_parameters().check_none(plan);
+    choose_calls(plan);  // refuses before anything is cut, which nobody would make whole again
     nn::require_same_parts("fully_shard", parameters_of(plan), {group_, options_.replicate});
     nn::refuse_shared_memory("fully_shard", module_, parameters_of(plan));
     const comm::CallSite site("fsdp.start");
@@ -250,7 +256,7 @@ class FullyShardedDataParallel::Impl {
   void check_no_gradients_wait() const {
     require(!step_ || !step_->holds_gradients(),
             "fully_shard: whole gradients wait on this rank, where no_sync() left them (reduce_each_micro_batch = false); call backward once without no_sync() "
-            "before they are clipped");
+            "before they are clipped, or the optimizer steps");
     for (size_t unit = 0; active() && !unsharded_ && !step_->running() && unit < units_->size(); ++unit) {
       for (const FlatParameters& flat : std::as_const(*units_).flats(unit)) {
         for (size_t i = 0; i < flat.parameters().size(); ++i) {
@@ -338,17 +344,18 @@ class FullyShardedDataParallel::Impl {
     was_compared_ = true;
   }
 
-  void choose_trigger(UnitPlan plan) {
+  void choose_calls(const UnitPlan& plan) {
     const std::string plain = uninterceptable(plan);
     require(plain.empty() || options_.trigger != ShardTrigger::Calls, "fully_shard: calls of '", plain,
-            "' cannot be intercepted, for it is a plain torch::nn::Module; derive it from tessera::nn::Module, or let operators trigger the gathers "
-            "(ShardTrigger::Operators)");
-    // A dtype for all parameters is one for what is computed with them.
-    const std::optional<at::ScalarType> inputs = options_.cast ? std::nullopt : options_.param_dtype;
+            "' cannot be intercepted, for it is a plain torch::nn::Module; ", kIntercepted, ", or let operators trigger the gathers (ShardTrigger::Operators)");
     calls_ = plain.empty() && options_.trigger != ShardTrigger::Operators;
     require(calls_ || options_.reshard_after_forward, "fully_shard: reshard_after_forward = false needs calls that can be intercepted; '",
-            plain.empty() ? "the module" : plain,
-            "' is watched by its operators, which do not tell where forward ends; leave it true, or derive the module from tessera::nn::Module");
+            plain.empty() ? "the module" : plain, "' is watched by its operators, which do not tell where forward ends; leave it true, or ", kIntercepted);
+  }
+
+  void choose_trigger(UnitPlan plan) {
+    // A dtype for all parameters is one for what is computed with them.
+    const std::optional<at::ScalarType> inputs = options_.cast ? std::nullopt : options_.param_dtype;
     const auto role = calls_ ? OperatorTrigger::Role::Fallback : OperatorTrigger::Role::Trigger;
     const auto operators = std::make_shared<OperatorTrigger>(module_, *units_, *step_, role, inputs);
     watch_.emplace(operators);

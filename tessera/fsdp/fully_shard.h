@@ -82,7 +82,8 @@ struct FullyShardOptions {
   at::Device device = at::kCPU;   ///< where `init` gets its memory
   PrefetchLimits prefetch = {};
   /// true: a unit is freed after its forward and gathered again for backward. false: it stays until its backward, and is gathered once per micro-batch, unless
-  /// an operator of a program's own loop meets slices between the two passes (an optimizer's step, an evaluation), which may write them.
+  /// an operator of a program's own loop meets slices between the two passes (an optimizer's step, an evaluation), which may write them. false takes calls that
+  /// can be intercepted: refused where a unit's module, or one that is in no unit and has parameters, is a plain torch::nn::Module.
   bool reshard_after_forward = true;
   bool reduce_each_micro_batch = true;  ///< false: whole gradients are kept through the step and reduced once, at P elements of memory
   bool average = false;                 ///< divide gradients by the number of ranks: for a loss that each rank normalizes by itself

@@ -68,7 +68,7 @@ ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const Fu
       turn_(parameters_.front().name),
       trained_(parameters_.size()),
       dispatchers_(parameters_.size()),
-      used_(parameters_),
+      used_("fully_shard", parameters_),
       several_in_(parameters_.size()),
       were_widened_(std::make_shared<std::vector<bool>>(parameters_.size(), false)),
       retired_(units.size()),
@@ -434,7 +434,7 @@ void ShardedStep::accumulated(size_t parameter) {
 void ShardedStep::take_up(size_t parameter) {
   const auto& [name, tensor, aliases] = parameters_[parameter];
   const UnitPlace& place = places_[parameter];
-  require_summable(parameters_[parameter]);
+  require_summable("fully_shard", parameters_[parameter]);
   const at::IntArrayRef whole = flat_of(place).layout().parameters[place.index].shape;
   require(tensor.grad().sizes() == whole, "fully_shard: '", name, "' got a gradient of shape ", tensor.grad().sizes(), " in place of ", whole,
           ": a torch::autograd::Function was given the parameter before any operator, when it was this rank's slice; let an operator use it, or the module's "
@@ -599,7 +599,7 @@ std::vector<bool> ShardedStep::used_parameters(std::optional<StepWords>& told) c
   told = callbacks_.words();
   std::vector<bool> used = used_.anywhere(group_, &*told);
   if (replicas_.size() == 1) return used;
-  UsedParameters anywhere(parameters_);
+  UsedParameters anywhere("fully_shard", parameters_);
   for (size_t i = 0; i < used.size(); ++i) {
     if (used[i]) anywhere.mark(i);
   }

@@ -70,6 +70,9 @@ Offload place_of(const UnitPlan::Unit& unit, const FullyShardOptions& options) {
   return place;
 }
 
+/// What a rank has told (ShardedUnits::told_by_all).
+std::string in_words(const char* what, const std::string& name) { return name.empty() ? "another collective" : detail::concat(what, "'", name, "'"); }
+
 /// Only memory says whether it is used in time, where neither a call nor an operator was seen.
 std::string complaint_of(const UnitPlan::Unit& unit) {
   return detail::concat("fully_shard: parameters of unit '", unit.name, "' (such as '", unit.parameters.front().name,
@@ -204,12 +207,16 @@ void ShardedUnits::finish_gather(Unit& unit) {
   unit.memory = Memory::Ready;
 }
 
-/// What each rank of the group is about to do, by a number and a name.
+/// What each rank of the group is about to do, by a number and a name. One that makes another collective of as many bytes meanwhile is known by their
+/// beginning, and has no name.
 std::vector<std::pair<int64_t, std::string>> ShardedUnits::told_by_all(int64_t number, std::string_view name) const {
-  constexpr size_t kShown = 120;  // bytes of a name
-  std::array<char, sizeof(int64_t) + kShown> mine{};
-  std::memcpy(mine.data(), &number, sizeof(int64_t));
-  name.copy(mine.data() + sizeof(int64_t), kShown - 1);
+  constexpr std::string_view kAsked = "fsdp ask";
+  constexpr size_t kShown = 112;  // bytes of a name
+  constexpr size_t kName = kAsked.size() + sizeof(int64_t);
+  std::array<char, kName + kShown> mine{};
+  kAsked.copy(mine.data(), kAsked.size());
+  std::memcpy(mine.data() + kAsked.size(), &number, sizeof(int64_t));
+  name.copy(mine.data() + kName, kShown - 1);
   const comm::CallSite site("fsdp.order");
   const at::Device device = message_device(units_.front().flats.front().parameters().front().tensor, group_);
   const at::Tensor own = at::from_blob(mine.data(), {std::ssize(mine)}, at::kByte).clone().to(device);
@@ -219,8 +226,9 @@ std::vector<std::pair<int64_t, std::string>> ShardedUnits::told_by_all(int64_t n
   std::vector<std::pair<int64_t, std::string>> told(static_cast<size_t>(group_.size()));
   for (size_t rank = 0; rank < told.size(); ++rank) {
     const auto* const bytes = reinterpret_cast<const char*>(all.const_data_ptr<uint8_t>()) + rank * mine.size();
-    std::memcpy(&told[rank].first, bytes, sizeof(int64_t));
-    told[rank].second = bytes + sizeof(int64_t);
+    if (std::string_view(bytes, kAsked.size()) != kAsked) continue;
+    std::memcpy(&told[rank].first, bytes + kAsked.size(), sizeof(int64_t));
+    told[rank].second = bytes + kName;
   }
   return told;
 }
@@ -234,9 +242,9 @@ void ShardedUnits::refuse_another_order() const {
   for (int rank = 1; rank < group_.size(); ++rank) {
     const auto& other = told[static_cast<size_t>(rank)];
     require(
-        other == told.front(), "fully_shard: rank ", group_.world_rank(rank), " comes first to the wrapper of '", other.second, "', and rank ",
-        group_.world_rank(0), " to that of '", told.front().second,
-        "'; with find_unused_parameters each of two wrappers over the same ranks is gathered where a pass first needs it, so every rank has to come to them in "
+        other == told.front(), "fully_shard: rank ", group_.world_rank(rank), " comes first to ", in_words("the wrapper of ", other.second), ", and rank ",
+        group_.world_rank(0), " to ", in_words("that of ", told.front().second),
+        "; with find_unused_parameters each of two wrappers over the same ranks is gathered where a pass first needs it, so every rank has to come to them in "
         "one order: call them in one order on all ranks, or make one wrapper of both modules");
   }
 }
@@ -246,9 +254,9 @@ void ShardedUnits::agree_on(size_t unit) const {
   const auto told = told_by_all((turn_.number << 32) + static_cast<int64_t>(unit), units_[unit].name);
   for (int rank = 1; rank < group_.size(); ++rank) {
     const auto& other = told[static_cast<size_t>(rank)];
-    require(other == told.front(), "fully_shard: rank ", group_.world_rank(rank), " comes to unit '", other.second, "' where rank ", group_.world_rank(0),
-            " comes to '", told.front().second,
-            "': a unit is gathered where a pass needs it, and reduced where backward leaves it, so every rank has to come to the same ones in one order; "
+    require(other == told.front(), "fully_shard: rank ", group_.world_rank(rank), " comes to ", in_words("unit ", other.second), " where rank ",
+            group_.world_rank(0), " comes to ", in_words("", told.front().second),
+            ": a unit is gathered where a pass needs it, and reduced where backward leaves it, so every rank has to come to the same ones in one order; "
             "call layers in one order on all ranks, or set find_unused_parameters, with which ranks may take different paths");
   }
 }

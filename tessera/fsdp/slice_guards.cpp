@@ -10,6 +10,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/fsdp/operator_use.h"
+#include "tessera/nn/given_parts.h"
 
 // What a rank computes with its rows alone is wrong without a word, or ends in libtorch's word about two sizes. So each thing that programs were seen to do
 // with parameters, gradients and state is known by its operators, and refused on every rank where it would be wrong on any: shapes here are no ground for a
@@ -17,10 +18,6 @@
 
 namespace tessera {
 namespace {
-
-constexpr const char* kWholeState =
-    "the state of an optimizer that was made, or has stepped, before fully_shard, and is of whole parameters; make the optimizer behind fully_shard, and bring "
-    "the state over by checkpoint::save and checkpoint::load";
 
 std::vector<int64_t> slice_shape(const UnitLayout& layout, size_t index, int rank) {
   std::vector<int64_t> shape = layout.parameters[index].shape;
@@ -31,6 +28,15 @@ std::vector<int64_t> slice_shape(const UnitLayout& layout, size_t index, int ran
     shape = {0};
   }
   return shape;
+}
+
+/// Whether `sizes` are those of some rank's slice, and not of this one's.
+bool is_another_ranks(at::IntArrayRef sizes, const FlatParameters& flat, size_t index) {
+  if (sizes == flat.slice_sizes(index)) return false;
+  for (int rank = 0; rank < flat.layout().ranks; ++rank) {
+    if (sizes == at::IntArrayRef(slice_shape(flat.layout(), index, rank))) return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -78,7 +84,7 @@ void SliceGuards::refuse_flat_gradients(const c10::FunctionSchema& schema, Argum
 }
 
 /// libtorch's optimizers begin with their state: they add a gradient to it, or with weight decay the sum of a gradient and its parameter. State that was made
-/// of whole parameters would end in a word about two sizes, or, where a slice of one row fits them, in sums that nobody meant.
+/// of whole parameters, or of another rank's slices, would end in a word about two sizes, or, where a slice of one row fits them, in sums that nobody meant.
 void SliceGuards::refuse_whole_state(const c10::FunctionSchema& schema, Arguments arguments, bool in_call) const {
   const std::string& name = schema.name();
   if ((name != "aten::add_" && name != "aten::addcmul_") || at::GradMode::is_enabled() || in_call || !tensors_.are_cut()) return;
@@ -88,11 +94,13 @@ void SliceGuards::refuse_whole_state(const c10::FunctionSchema& schema, Argument
   const bool fits = at::is_expandable_to(added.sizes(), state.sizes());
   for (const auto& [parameter, place] : tensors_.parameters()) {
     const at::IntArrayRef whole = tensors_.whole_sizes(place), slice = tensors_.slice_sizes(place);
-    if (state.sizes() != whole || added.sizes() != slice) continue;
+    if (added.sizes() != slice) continue;
+    const bool another_ranks = is_another_ranks(state.sizes(), tensors_.flat(place), place.index), known = state.sizes() == whole || another_ranks;
     const at::Tensor& gradient = parameter->grad();
-    if (fits && !(gradient.defined() && gradient.is_alias_of(added))) continue;
-    throw ConfigError(detail::concat("fully_shard: ", name, " adds this rank's slice ", slice, " of the gradient of '", tensors_.name(place),
-                                     "' to what has the whole's shape, ", whole, ": ", kWholeState));
+    const bool of_gradient = gradient.defined() && gradient.is_alias_of(added);
+    if (fits ? !(known && of_gradient) : !(known || of_gradient)) continue;
+    throw ConfigError(detail::concat("fully_shard: ", name, " adds this rank's slice ", slice, " of the gradient of '", tensors_.name(place), "', which is ",
+                                     whole, ", to what has shape ", state.sizes(), ": ", nn::whose_state(state.sizes(), whole, another_ranks, "fully_shard")));
   }
 }
 
@@ -194,7 +202,8 @@ void SliceGuards::refuse_whole_values(const c10::FunctionSchema& schema, Argumen
       return argument.isTensor() && argument.toTensor().defined() && argument.toTensor().sizes() == shape && !tensors_.find_memory(argument.toTensor());
     });
     require(!of_all || schema.name() != "aten::addcdiv_", "fully_shard: ", schema.name(), " writes '", tensors_.name(*place),
-            "', of which this rank has a slice, from ", kWholeState);
+            "', of which this rank has a slice, from ",
+            nn::whose_state(shape, shape, is_another_ranks(shape, tensors_.flat(*place), place->index), "fully_shard"));
     require(!of_all && !(whole && in_call), "fully_shard: ", schema.name(), " writes '", tensors_.name(*place), "' of shape ", shape,
             ", of which this rank has the slice ", tensors_.slice_sizes(*place), ": ", in_call ? "" : between_steps,
             "a module that sets its own parameters in forward (data-dependent initialization) is given its first batch before fully_shard");

@@ -25,7 +25,7 @@
 namespace tessera {
 
 BucketedStep::BucketedStep(GradientSynchronizer& self, nn::Holds holds, torch::nn::Module& module, Options options)
-    : parameters_(floating_parameters(module, options.only)),
+    : parameters_(floating_parameters(options.technique, module, options.only)),
       trained_(parameters_.size(), true),
       bucket_site_(options.site + ".bucket"),
       carried_(parameters_.size()),
@@ -37,7 +37,7 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, nn::Holds holds, torch::n
       forms_(parameters_),
       late_(module, options_.only),
       bucket_of_(parameters_.size()),
-      used_(parameters_),
+      used_(options_.technique, parameters_),
       protocol_(options_.technique, std::move(holds), nn::Turn(parameters_.front().name),
                 {.open = [this](bool plain) { open(plain); },
                  .begin_pass = [this](bool last) { begin_pass(last); },
@@ -248,7 +248,7 @@ bool BucketedStep::drop_cleared(size_t i) {
 }
 
 void BucketedStep::accumulated(size_t i) {
-  require_summable(parameters_[i]);
+  require_summable(options_.technique, parameters_[i]);
   if (options_.relay) {
     if (!options_.phase->last_micro_batch) give_away(i);
   } else if (!is_awaited(i)) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include <ATen/ATen.h>
 #include <c10/util/strides.h>
@@ -21,22 +22,10 @@
 
 namespace tessera {
 
-namespace {
-
-std::string missing_gradients(int64_t rank, const std::string& group, int64_t missing, int64_t wanted, const std::string& names) {
-  return detail::concat(
-      "data parallelism: on rank ", rank, " of ", group, ", ", missing, " of ", wanted, " parameters got no gradient in this step: ", names,
-      "; use them in the loss, set requires_grad to false, or set find_unused_parameters in the options of the wrapper (no key of a configuration: "
-      "the models of the command use all of theirs). Gradients that a pipeline's schedule leaves for later (zb_h1, zb_v) come behind the backward: tell the "
-      "wrapper of each action, through pipeline::ExecutorOptions::around (docs/pipeline-modules.md)");
-}
-
-}  // namespace
-
-std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& module, const nn::ParameterFilter& only) {
+std::vector<nn::NamedParameter> floating_parameters(const std::string& technique, const torch::nn::Module& module, const nn::ParameterFilter& only) {
   std::vector<nn::NamedParameter> parameters = nn::unique_parameters(module, only);
   std::erase_if(parameters, [](const auto& parameter) { return !parameter.tensor.is_floating_point() && !parameter.tensor.is_complex(); });
-  require(std::ranges::any_of(parameters, [](const auto& parameter) { return parameter.tensor.requires_grad(); }), "data parallelism: module '", module.name(),
+  require(std::ranges::any_of(parameters, [](const auto& parameter) { return parameter.tensor.requires_grad(); }), technique, ": module '", module.name(),
           "' has no parameter that requires a gradient", only ? ", among those that `only` picks" : "", "; there is nothing to keep equal");
   return parameters;
 }
@@ -111,14 +100,14 @@ std::vector<std::vector<int64_t>> gradient_strides(const std::vector<nn::NamedPa
   return strides;
 }
 
-void require_summable(const nn::NamedParameter& parameter) {
+void require_summable(const std::string& technique, const nn::NamedParameter& parameter) {
   const at::Tensor& gradient = parameter.tensor.grad();
   require(
-      !gradient.requires_grad(), "data parallelism: '", parameter.name,
+      !gradient.requires_grad(), technique, ": '", parameter.name,
       "' got a gradient that has a history (backward with create_graph), and ranks' gradients are summed outside of autograd: what is made of grad() would "
       "lack its derivative; take gradients of gradients by torch::autograd::grad({loss}, parameters, {}, true, /*create_graph=*/true), and call backward of "
       "the whole loss without create_graph");
-  require(!gradient.defined() || gradient.layout() == at::kStrided, "data parallelism: '", parameter.name, "' got a gradient of layout ", gradient.layout(),
+  require(!gradient.defined() || gradient.layout() == at::kStrided, technique, ": '", parameter.name, "' got a gradient of layout ", gradient.layout(),
           ", and gradients of ranks are summed in dense memory; leave sparse(true) out of the embedding's options");
 }
 
@@ -192,8 +181,8 @@ at::Device message_device(const at::Tensor& parameter, const comm::Group& group)
   return devices_alone && !parameter.is_meta() ? parameter.device() : at::Device(at::kCPU);
 }
 
-UsedParameters::UsedParameters(const std::vector<nn::NamedParameter>& parameters)
-    : parameters_(parameters), wanted_(parameters.size(), true), forgiven_(parameters.size()), used_(parameters.size(), 0) {}
+UsedParameters::UsedParameters(std::string technique, const std::vector<nn::NamedParameter>& parameters)
+    : technique_(std::move(technique)), parameters_(parameters), wanted_(parameters.size(), true), forgiven_(parameters.size()), used_(parameters.size(), 0) {}
 
 void UsedParameters::clear() {
   std::ranges::fill(used_, 0);
@@ -215,6 +204,17 @@ int64_t UsedParameters::count_missing() const {
   return count;
 }
 
+std::string UsedParameters::missing_gradients(int64_t rank, const std::string& group, int64_t missing, const std::string& names) const {
+  return detail::concat(
+      technique_, ": on rank ", rank, " of ", group, ", ", missing, " of ", std::ranges::count(wanted_, true),
+      " parameters got no gradient in this step: ", names,
+      "; use them in the loss, set requires_grad to false, or set find_unused_parameters in the options of the wrapper (no key of a configuration: "
+      "the models of the command use all of theirs). A tie by assignment (decoder->weight = word->weight) leaves the registered 'decoder.weight' behind, which "
+      "nothing uses: tie it by weight = register_parameter(\"weight\", word->weight), in a module of your own in the decoder's place. Gradients that a "
+      "pipeline's schedule leaves for later (zb_h1, zb_v) come behind the backward: tell the wrapper of each action, through "
+      "pipeline::ExecutorOptions::around (docs/pipeline-modules.md)");
+}
+
 void UsedParameters::refuse_unused(const comm::Group& group) const {
   if (all()) return;
   constexpr int64_t max_named = 10;
@@ -225,7 +225,7 @@ void UsedParameters::refuse_unused(const comm::Group& group) const {
     names += (named++ > 0 ? ", '" : "'") + parameters_[i].name + "'";
   }
   if (missing > max_named) names += detail::concat(" and ", missing - max_named, " more");
-  throw ConfigError(missing_gradients(group.rank(), group.name(), missing, std::ranges::count(wanted_, true), names));
+  throw ConfigError(missing_gradients(group.rank(), group.name(), missing, names));
 }
 
 StepWords UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>& groups, const StepWords& own_words) const {
@@ -268,15 +268,15 @@ StepWords UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>&
     }
   }
   require(
-      found[differs] < 0, "data parallelism: rank ", found[differs],
+      found[differs] < 0, technique_, ": rank ", found[differs],
       " of world trains other parameters than the first of its group; freeze and unfreeze (requires_grad) the same on every rank, between the same steps. A "
       "pass that adds to gradients leaves out the same ones on every rank, or set find_unused_parameters in the options of the wrapper");
   refuse_unused(own);
   require(
-      found[disorder] < 0, "data parallelism: on rank ", found[disorder],
+      found[disorder] < 0, technique_, ": on rank ", found[disorder],
       " of world a step comes to the parameters, or to the wrappers over the same ranks, in another order than on the first of its group, so collectives of "
       "other ones have met; use layers in one order on all ranks, or set find_unused_parameters in the options of the wrapper");
-  require(found[missing] == 0, missing_gradients(found[rank], "world", found[missing], std::ranges::count(wanted_, true),
+  require(found[missing] == 0, missing_gradients(found[rank], "world", found[missing],
                                                  "'" + (found[missing] > 0 ? parameters_.at(static_cast<size_t>(found[first])).name : "") + "'" +
                                                      (found[missing] > 1 ? " and others" : "")));
   StepWords heard = own_words;

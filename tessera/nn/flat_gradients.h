@@ -17,7 +17,7 @@ namespace tessera {
 
 /// Parameters of `module` that have a gradient or may have one later (of a floating dtype, frozen ones too), each once, of those in `only`. Throws ConfigError
 /// where none wants one now.
-std::vector<nn::NamedParameter> floating_parameters(const torch::nn::Module& module, const nn::ParameterFilter& only = {});
+std::vector<nn::NamedParameter> floating_parameters(const std::string& technique, const torch::nn::Module& module, const nn::ParameterFilter& only = {});
 
 /// Says aloud which of them are registered under several names: libtorch's parameters() lists those as often, its optimizers update them as often a step, and
 /// its clip_grad_norm_ counts them so, on one device and on several. Where a program's own loop begins, on one rank.
@@ -63,7 +63,7 @@ at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, at::IntArrayRef
 
 /// Throws ConfigError, by name, where autograd has brought a gradient that cannot be summed over ranks in flat memory: one that is not dense, or has a history
 /// (create_graph), which would end there in silence.
-void require_summable(const nn::NamedParameter& parameter);
+void require_summable(const std::string& technique, const nn::NamedParameter& parameter);
 
 /// In which type the parameter's gradient is summed, where `dtype` is what options say: complex ones stay as they are.
 at::ScalarType summed_dtype(const at::Tensor& parameter, std::optional<at::ScalarType> dtype);
@@ -105,7 +105,8 @@ struct StepWords {
 /// Which parameters got a gradient in this step, of those that want one.
 class UsedParameters {
  public:
-  explicit UsedParameters(const std::vector<nn::NamedParameter>& parameters);
+  /// `technique`: in whose name it refuses.
+  UsedParameters(std::string technique, const std::vector<nn::NamedParameter>& parameters);
 
   void clear();
   void want(std::vector<bool> wanted);  ///< which of them are to have one; all until this is said
@@ -130,7 +131,9 @@ class UsedParameters {
   bool is_missing(size_t index) const { return wanted_[index] && used_[index] == 0 && !forgiven_[index]; }
   int64_t first_missing() const;  ///< -1: none
   int64_t count_missing() const;
+  std::string missing_gradients(int64_t rank, const std::string& group, int64_t missing, const std::string& names) const;
 
+  std::string technique_;
   const std::vector<nn::NamedParameter>& parameters_;
   std::vector<bool> wanted_, forgiven_;
   std::vector<int32_t> used_;

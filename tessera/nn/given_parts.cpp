@@ -4,6 +4,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 #include "tessera/core/hash_tensor.h"
 #include "tessera/nn/kept_memory.h"
@@ -12,11 +13,26 @@
 
 namespace tessera::nn {
 
-std::optional<int64_t> bits_given(const at::Tensor& part) {
+namespace {
+
+/// On the host; undefined where they are constant.
+at::Tensor varied_values(const at::Tensor& part) {
   const at::NoGradGuard no_grad;
   const NotRepeated looking;
-  const at::Tensor values = in_use(part).detach().to(at::kCPU).contiguous();
-  if (values.numel() == 0 || !values.ne(values.flatten()[0]).any().item<bool>()) return 0;
+  at::Tensor values = in_use(part).detach().to(at::kCPU).contiguous();
+  return values.numel() == 0 || !values.ne(values.flatten()[0]).any().item<bool>() ? at::Tensor() : values;
+}
+
+}  // namespace
+
+int64_t bits_of(const at::Tensor& part) {
+  const at::Tensor values = varied_values(part);
+  return values.defined() ? static_cast<int64_t>(hash_of_values(values)) : 0;
+}
+
+std::optional<int64_t> bits_given(const at::Tensor& part) {
+  const at::Tensor values = varied_values(part);
+  if (!values.defined()) return 0;
   return was_given(part) ? std::optional(static_cast<int64_t>(hash_of_values(values))) : std::nullopt;
 }
 
@@ -39,6 +55,17 @@ int64_t told_of_given(const std::vector<at::Tensor>& parts) {
 
 bool were_given_alike(const std::vector<int64_t>& told) {
   return !told.empty() && told.front() != 0 && std::ranges::all_of(told, [&](int64_t each) { return each == told.front(); });
+}
+
+std::string whose_state(at::IntArrayRef state, at::IntArrayRef whole, bool another_ranks, const std::string& wrapper) {
+  constexpr const char* kPart =
+      "which torch::save of its optimizer wrote (that fits the same rank of as many ranks alone: a file for each rank, or checkpoint::save and "
+      "checkpoint::load, which fit any layout)";
+  if (state != whole) return tessera::detail::concat("the state of ", another_ranks ? "another rank's part, " : "a part of another layout, ", kPart);
+  return tessera::detail::concat("the state of an optimizer that was made, or has stepped, before ", wrapper,
+                                 ", and is of whole parameters; make the optimizer behind ", wrapper,
+                                 ", and bring the state over by checkpoint::save and checkpoint::load",
+                                 another_ranks ? tessera::detail::concat("; or the state of another rank's part, ", kPart) : "");
 }
 
 }  // namespace tessera::nn

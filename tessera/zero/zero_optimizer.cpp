@@ -4,7 +4,10 @@
 #include <array>
 #include <string>
 #include <typeindex>
+#include <vector>
 
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Type.h>
 #include <torch/optim/adagrad.h>
@@ -14,7 +17,11 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include "tessera/comm/call_site.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
+#include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/given_parts.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/sharing.h"
@@ -55,7 +62,102 @@ bool is_known_to_go_by_elements(const torch::optim::Optimizer& optimizer) {
   return std::ranges::find(known, std::type_index(typeid(optimizer))) != known.end();
 }
 
+template <class State>
+const State* as(const torch::optim::OptimizerParamState* state) {
+  return dynamic_cast<const State*>(state);
+}
+
+/// What one of the known classes keeps of each element; undefined where there is nothing so far.
+at::Tensor state_of(const torch::optim::Optimizer& optimizer, const at::Tensor& updated) {
+  const auto found = optimizer.state().find(updated.unsafeGetTensorImpl());
+  if (found == optimizer.state().end()) return {};
+  const torch::optim::OptimizerParamState* const state = found->second.get();
+  if (const auto* const adam = as<torch::optim::AdamParamState>(state)) return adam->exp_avg();
+  if (const auto* const adam = as<torch::optim::AdamWParamState>(state)) return adam->exp_avg();
+  if (const auto* const sgd = as<torch::optim::SGDParamState>(state)) return sgd->momentum_buffer();
+  if (const auto* const adagrad = as<torch::optim::AdagradParamState>(state)) return adagrad->sum();
+  if (const auto* const rmsprop = as<torch::optim::RMSpropParamState>(state)) return rmsprop->square_avg();
+  return {};
+}
+
+/// What to say of state of other sizes than the part has.
+std::string misfit(const GradientSynchronizer& synchronizer, const nn::NamedParameter& updated, const at::Tensor& state) {
+  const at::Tensor parameter = nn::updated_for(updated.tensor);
+  const std::vector<int64_t> whole = parameter.defined() && !parameter.is_same(updated.tensor) ? parameter.sizes().vec() : nn::slice_of(updated.tensor).shape;
+  bool another_ranks = false;
+  for (int rank = 0; rank < synchronizer.norm_group().size(); ++rank) {
+    another_ranks |= at::IntArrayRef(synchronizer.slice_on(rank, updated.tensor).local_shape()) == state.sizes();
+  }
+  return concat("zero_optimizer: the optimizer's state of '", updated.name, "' has shape ", state.sizes(), ", where this rank updates ", updated.tensor.sizes(),
+                " of ", at::IntArrayRef(whole), ": ", nn::whose_state(state.sizes(), whole, another_ranks, "the wrapper"));
+}
+
+/// What a rank says of the state of its parts.
+struct ToldState {
+  int64_t state = 0, gradients = 0;  ///< nn::told_together
+  std::string misfit{};              ///< of the first one of other sizes
+
+  static constexpr int64_t kWords = 3;
+};
+
+ToldState look_at_state(const GradientSynchronizer& synchronizer, const std::vector<nn::NamedParameter>& all, const torch::optim::Optimizer& optimizer,
+                        bool compares) {
+  ToldState told;
+  std::vector<int64_t> state_bits, gradient_bits;
+  for (const nn::NamedParameter& updated : all) {
+    const at::Tensor state = state_of(optimizer, updated.tensor);
+    if (!state.defined() || state.is_meta()) continue;
+    if (state.sizes() != updated.tensor.sizes() && told.misfit.empty()) told.misfit = misfit(synchronizer, updated, state);
+    if (!compares) continue;
+    state_bits.push_back(nn::bits_of(state));
+    gradient_bits.push_back(updated.tensor.grad().defined() ? nn::bits_of(updated.tensor.grad()) : 0);
+  }
+  told.state = nn::told_together(state_bits);
+  told.gradients = nn::told_together(gradient_bits);
+  return told;
+}
+
+/// torch::save on one rank keeps that rank's moments; torch::load of that file on all fits wherever parts are as large, and nothing but their bits tells. Where
+/// the gradients are alike, too, the parts may be copies of one another.
+void refuse_one_ranks_state(const ToldState& own, const comm::Group& group, const at::Tensor& updated) {
+  const comm::CallSite site("zero.state");
+  const at::Tensor mine = at::tensor({own.state, own.gradients, static_cast<int64_t>(!own.misfit.empty())}, at::kLong).to(message_device(updated, group));
+  at::Tensor all = at::zeros({group.size(), ToldState::kWords}, mine.options());
+  comm::all_gather(group, all, mine);
+  if (updated.is_meta()) return;  // a dry run, whose messages mean nothing
+  all = all.cpu();
+  std::vector<int64_t> states, gradients, misfits;
+  for (int64_t rank = 0; rank < group.size(); ++rank) {
+    const int64_t* const row = all.const_data_ptr<int64_t>() + rank * ToldState::kWords;
+    states.push_back(row[0]);
+    gradients.push_back(row[1]);
+    misfits.push_back(row[2]);
+  }
+  require(own.misfit.empty(), own.misfit);
+  const auto unfit = std::ranges::find_if(misfits, [](int64_t any) { return any != 0; });
+  if (unfit != misfits.end()) {
+    throw ConfigError(concat("zero_optimizer: on rank ", group.world_rank(static_cast<int>(unfit - misfits.begin())),
+                             " the optimizer's state has other sizes than the parts that it updates there; its own refusal says which, and what to load"));
+  }
+  const bool same_gradients = std::ranges::all_of(gradients, [&](int64_t each) { return each == gradients.front(); });
+  require(!nn::were_given_alike(states) || same_gradients, "zero_optimizer: the optimizer's state is the same on all ", group.size(), " ranks of ",
+          group.name(),
+          ", which update other parts each: a file that torch::save made of one rank's optimizer holds that rank's state, and was loaded on all of them; bring "
+          "the state over by checkpoint::save and checkpoint::load, which fit any layout, or save and load a file of its own on each rank");
+}
+
 }  // namespace
+
+void check_state(const Synchronizers& synchronizers, const torch::optim::Optimizer& optimizer, bool compares) {
+  for (const auto* synchronizer : synchronizers) {
+    const std::vector<nn::NamedParameter> all = synchronizer->updated();
+    if (all.empty()) continue;
+    const comm::Group group = compares ? synchronizer->norm_group() : comm::Group::self();
+    const ToldState told = look_at_state(*synchronizer, all, optimizer, group.size() > 1);
+    if (group.size() > 1) refuse_one_ranks_state(told, group, all.front().tensor);
+    require(told.misfit.empty(), told.misfit);
+  }
+}
 
 void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Synchronizers& synchronizers, ByElements by_elements) {
   if (is_known_to_go_by_elements(optimizer)) return;

@@ -35,6 +35,11 @@ void refuse_gradients_that_wait(const Synchronizers& synchronizers);
 /// Refuses an update by gradients of which ranks have terms that were never summed (nn::sum_terms). Throws ConfigError.
 void require_terms_summed(const Synchronizers& synchronizers);
 
+/// Refuses state that is not of the parts that this rank has of `synchronizers`: of other sizes, or, as far as `compares` lets ranks look, the same on all
+/// ranks although the parts' gradients differ. Throws ConfigError, with `compares` on every rank. Traffic: with `compares` an all-gather of 3 words for each
+/// synchronizer.
+void check_state(const Synchronizers& synchronizers, const torch::optim::Optimizer& optimizer, bool compares);
+
 /// Adds the owner of what `updated` is, or is a part of, unless it is there.
 void add_owner(Synchronizers& synchronizers, const at::Tensor& updated);
 
@@ -77,11 +82,18 @@ class ZeroOptimizer {
   ZeroOptimizer(detail::Synchronizers synchronizers, std::unique_ptr<Inner> inner) : synchronizers_(std::move(synchronizers)), inner_(std::move(inner)) {}
 
   /// One update, with what the optimizer inside takes: a learning rate for ours, nothing or a closure for libtorch's. Collective. Throws ConfigError after
-  /// nothing but passes under no_sync(), whose gradients have met no other rank's.
+  /// nothing but passes under no_sync(), whose gradients have met no other rank's, and where libtorch's Adam, AdamW, SGD, Adagrad or RMSprop was given state
+  /// that is not of this rank's parts: of whole parameters or, in the first step without a closure, one rank's on all ranks.
   template <class... Arguments>
   auto step(Arguments&&... arguments) {
     detail::require_terms_summed(synchronizers_);  // updated() brings what was cleared or loaded since on the model's side to the parts
-    if constexpr (!(std::is_invocable_v<Arguments&> || ...)) detail::refuse_gradients_that_wait(synchronizers_);  // a closure brings those that are missing
+    constexpr bool takes_closure = (std::is_invocable_v<Arguments&> || ...);
+    if constexpr (!takes_closure) detail::refuse_gradients_that_wait(synchronizers_);  // a closure brings those that are missing
+    if constexpr (std::is_base_of_v<torch::optim::Optimizer, Inner>) {
+      const bool compares = !takes_closure && !was_compared_;  // by gradients, which a closure has yet to bring
+      detail::check_state(synchronizers_, *inner_, compares);
+      was_compared_ |= compares;
+    }
     if constexpr (std::is_void_v<decltype(inner_->step(std::forward<Arguments>(arguments)...))>) {
       inner_->step(std::forward<Arguments>(arguments)...);
       after_update();
@@ -128,6 +140,7 @@ class ZeroOptimizer {
 
   detail::Synchronizers synchronizers_;
   std::unique_ptr<Inner> inner_;
+  bool was_compared_ = false;  ///< the state, with that of other ranks: in the first step, behind whatever was loaded
 };
 
 namespace detail {

@@ -91,6 +91,7 @@ TEST(Ddp, UnusedParametersAreRefusedByNameAndRankAndNobodyHangs) {
             {.timeout = std::chrono::seconds(10)});
   EXPECT_THAT(texts[1], HasSubstr("on rank 1 of world, 1 of 4 parameters got no gradient in this step: 'optional'; "));
   EXPECT_THAT(texts[1], HasSubstr("find_unused_parameters"));
+  EXPECT_THAT(texts[1], HasSubstr("A tie by assignment (decoder->weight = word->weight) leaves the registered 'decoder.weight' behind"));
 }
 
 TEST(Ddp, FindUnusedGivesZerosFromRanksWithoutAGradient) {

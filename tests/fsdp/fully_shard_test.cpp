@@ -588,6 +588,33 @@ TEST(FullyShard, APlainModuleGathersByItsOperators) {
   }
 }
 
+/// Around a layer of libtorch's, as many as a model has.
+struct AroundPlainImpl : nn::Module {
+  AroundPlainImpl() { register_module("layer", layer); }
+  at::Tensor forward(const at::Tensor& x) { return layer(x); }
+  torch::nn::Linear layer{5, 5};
+};
+TESSERA_MODULE(AroundPlain);
+
+struct RootOfPlainImpl : nn::Module {
+  RootOfPlainImpl() { register_module("inner", inner); }
+  at::Tensor forward(const at::Tensor& x) { return inner(x); }
+  AroundPlain inner;
+};
+TESSERA_MODULE(RootOfPlain);
+
+TEST(FullyShard, WhatIsAskedOfPlainLayersThatStayGatheredCanBeFollowed) {
+  run_ranks(2, [&](World& world) {
+    RootOfPlain root;
+    fill_parameters(*root);
+    EXPECT_THAT(refusal([&] { fully_shard(root, world.group(), {.reshard_after_forward = false}); }),
+                ::testing::AllOf(HasSubstr("'inner.layer' is watched by its operators"), HasSubstr("let a module that is derived so hold it and be a unit")));
+    const auto sharded = fully_shard(root, world.group(), {.wrap = "inner", .reshard_after_forward = false});
+    root(whole_batch(samples).x).sum().backward();
+    EXPECT_TRUE(root->inner->layer->weight.grad().defined());
+  });
+}
+
 TEST(FullyShard, Refusals) {
   run_ranks(2, [&](World& world) {
     const auto refused = [&](FullyShardOptions options) {

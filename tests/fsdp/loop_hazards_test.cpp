@@ -1130,5 +1130,42 @@ TEST(FullyShardLoop, AnOptimizerFromBeforeTheWrapperIsRefusedByItsState) {
   }
 }
 
+/// Where rank 0 has all rows, its state has the sizes of a whole one, too.
+TEST(FullyShardLoop, AnOptimizersFileOfAnotherRankIsRefusedAsThat) {
+  for (const auto trigger : kBoth) {
+    for (const double decay : {0.0, 0.1}) {
+      for (const int64_t rows : {7, 1}) {
+        std::string file;
+        run_ranks(2, [&](World& world) {
+          nn::Linear net(nn::LinearOptions(5, rows).bias(false));
+          fill_parameters(*net);
+          const auto sharded = fully_shard(net, world.group(), {.trigger = trigger});
+          torch::optim::Adam optimizer(net->parameters(), torch::optim::AdamOptions(0.01).weight_decay(decay));
+          const auto pass = [&] {
+            optimizer.zero_grad();
+            net(whole_batch(samples).x).square().sum().backward();
+          };
+          pass();
+          optimizer.step();
+          if (world.rank() == 0) {
+            std::stringstream out;
+            torch::save(optimizer, out);
+            file = out.str();
+          }
+          pass();  // behind the file, for each rank waits for the other
+          std::stringstream in(file);
+          torch::load(optimizer, in);
+          if (world.rank() == 0) {
+            optimizer.step();
+            return;
+          }
+          EXPECT_THAT(refusal([&] { optimizer.step(); }),
+                      AllOf(HasSubstr("'weight'"), HasSubstr("the state of another rank's part"), HasSubstr("checkpoint::load")));
+        });
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera

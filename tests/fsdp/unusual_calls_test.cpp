@@ -302,6 +302,23 @@ void expect_one_order(const Call& call) {
   }
 }
 
+/// As large as what ranks tell of units, so that its data would pass for a name.
+TEST(FullyShard, AnotherCollectiveIsNotTakenForAUnitsName) {
+  std::string said;
+  try {
+    run_ranks(2, [&](World& world) {
+      DeepNet net;
+      const auto sharded = fully_shard(net, world.group(), {.wrap = "block*"});
+      if (world.rank() == 0) return net(whole_batch(samples).x).sum().backward();
+      const auto bytes = at::TensorOptions(at::kCPU).dtype(at::kByte);  // as names lie
+      comm::all_gather(world.group(), at::zeros({2 * 128}, bytes), at::zeros({128}, bytes));
+    });
+  } catch (const std::exception& error) {
+    said = error.what();
+  }
+  EXPECT_THAT(said, ::testing::AllOf(HasSubstr("rank 1 comes to another collective where rank 0 comes to '"), HasSubstr("find_unused_parameters")));
+}
+
 TEST(FullyShard, RanksThatComeToUnitsInOtherOrdersAreToldApart) {
   expect_one_order<Towers>([](Towers& net, const at::Tensor& x) { return net(x); });
   expect_one_order<MadePlainTowers>([](MadePlainTowers& net, const at::Tensor& x) { return net->forward(x); });
@@ -339,7 +356,7 @@ TEST(FullyShard, ReductionsThatComeInOtherOrdersAreRefused) {
   run_ranks(3, [&](World& world) {
     Odd net;
     const auto parameters = nn::unique_parameters(*net);
-    UsedParameters used(parameters);
+    UsedParameters used("fully_shard", parameters);
     for (size_t i = 0; i < parameters.size(); ++i) used.mark(i);
     used.refuse_unused_anywhere({world.group()}, {.order = 7});
     EXPECT_THAT(refusal([&] { used.refuse_unused_anywhere({world.group()}, {.order = world.rank() == 2 ? 8U : 7U}); }),

@@ -106,6 +106,19 @@ TEST(SplitModules, OnMetaEachStageDrawsItsOwnValues) {
   expect_same(run_pass(*model, [&] { return staged(split, inputs); }), expected);
 }
 
+/// Wrappers keep no module alive, so what is made of `*split.module(0)` would be left with one that is gone.
+TEST(SplitModules, AStageIsOneModuleAndTheSplitModels) {
+  auto split = std::optional(pipeline::split(Stack(), {torch::randn({3, 4})}, {{"blocks.1", Beginning}, {"norm", Beginning}}));
+  const std::weak_ptr<torch::nn::Module> one = split->module(1), both = split->module({0, 1});
+  EXPECT_FALSE(one.expired());
+  EXPECT_EQ(split->module(1), one.lock());
+  EXPECT_EQ(split->module({1, 0, 1}), both.lock());
+  EXPECT_NE(one.lock(), both.lock());
+  const auto copy = split;
+  split.reset();
+  EXPECT_FALSE(one.expired());
+}
+
 /// What is attached later is passed by each replay.
 TEST(SplitModules, InterceptorsArePassed) {
   struct Doubles final : nn::Interceptor {

@@ -12,6 +12,7 @@ using namespace testing_support;
 using enum pipeline::SplitPoint;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 struct HalfGradient : torch::autograd::Function<HalfGradient> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x * 2; }
@@ -181,6 +182,30 @@ TEST(SplitRefusals, AModuleThatIsUsedTwice) {
   EXPECT_THAT(refusal([&] { pipeline::split(Tied(), inputs, {{"emb", Beginning, 2}}); }), HasSubstr("calls are counted from 0"));
 }
 
+/// Layers that add one table, as T5's do: each is called once.
+struct LayerWithTableImpl : torch::nn::Module {
+  explicit LayerWithTableImpl(const at::Tensor& shared) : fc(4, 4) {
+    register_module("fc", fc);
+    table = register_parameter("table", shared);
+  }
+  at::Tensor forward(const at::Tensor& x) { return fc(x) + table; }
+  torch::nn::Linear fc;
+  at::Tensor table;
+};
+TORCH_MODULE(LayerWithTable);
+
+struct OneTableImpl : torch::nn::Module {
+  OneTableImpl() {
+    register_module("first", first);
+    register_module("a", a);
+    register_module("b", b);
+  }
+  at::Tensor forward(const at::Tensor& x) { return b(a(first(x))); }
+  torch::nn::Linear first{4, 4};
+  LayerWithTable a{torch::ones({4})}, b{a->table};
+};
+TORCH_MODULE(OneTable);
+
 struct SharedNormImpl : torch::nn::Module {
   SharedNormImpl() : a(4, 4), b(4, 4), n(4) {
     register_module("a", a);
@@ -192,6 +217,18 @@ struct SharedNormImpl : torch::nn::Module {
   torch::nn::BatchNorm1d n;
 };
 TORCH_MODULE(SharedNorm);
+
+TEST(SplitRefusals, UsesOfAParameterThatOtherModulesShareAreSaidToBe) {
+  const std::vector<at::Tensor> inputs{torch::ones({3, 4})};
+  EXPECT_THAT(
+      refusal([&] { pipeline::split(OneTable(), inputs, {{"a", Beginning}}); }),
+      AllOf(HasSubstr("the pass uses it 2 times"), HasSubstr("it shares parameters with other modules ('b.table'), whose uses of them count here, too: 0 is"),
+            HasSubstr("say which, as {\"a\", SplitPoint::Beginning, 0}")));
+  EXPECT_EQ(pipeline::split(OneTable(), inputs, {{"a", Beginning, 0}}).stages(), 2);
+  SharedNorm called_twice;
+  EXPECT_THAT(refusal([&] { pipeline::split(called_twice, inputs, {{"n", Beginning}}); }),
+              AllOf(HasSubstr("the pass uses it 2 times"), Not(HasSubstr("shares parameters"))));
+}
 
 TEST(SplitRefusals, ABufferThatSeveralStagesUse) {
   SharedNorm model;

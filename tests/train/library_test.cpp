@@ -337,6 +337,53 @@ TEST(Library, SaveAndLoad) {
   }
 }
 
+TEST(Library, GoesOnFromPlainLibtorch) {
+  const tessera::checkpoint::TemporaryFolder folder;
+  const auto model_file = std::filesystem::path(folder.path()) / "model.pt", optimizer_file = std::filesystem::path(folder.path()) / "optimizer.pt";
+  const auto imported = std::filesystem::path(folder.path()) / "imported";
+  const auto x = tessera::testing_support::random_tensor({4, 6}, "x"),
+             y = tessera::testing_support::random_tensor({4, 2}, "y");  // BatchNorm's batch is a rank's
+  torch::Tensor expected;
+  {
+    auto model = std::make_shared<Net>();
+    fill(*model);
+    torch::optim::AdamW optimizer(model->parameters());
+    const auto train = [&] {
+      optimizer.zero_grad();
+      torch::mse_loss(model->forward(x), y).backward();
+      optimizer.step();
+    };
+    train();
+    torch::save(model, model_file.string());
+    torch::save(optimizer, optimizer_file.string());
+    train();
+    expected = model->head->weight.detach().clone();
+  }
+  {
+    const int64_t step = 1;
+    //: from_libtorch
+    auto model = std::make_shared<Net>();  // in one process, once
+    torch::optim::AdamW optimizer(model->parameters());
+    torch::load(model, model_file.string());
+    torch::load(optimizer, optimizer_file.string());
+    tessera::checkpoint::save(imported, step, *model, optimizer, tessera::comm::Group::self());
+    //:
+  }
+  on_two_ranks([&](World& world) {
+    auto model = tessera::on_meta([] { return std::make_shared<Net>(); });
+    auto sharded = tessera::fully_shard(*model, world.group(), {.average = true});
+    tessera::materialize(*model, 1);
+    torch::optim::AdamW optimizer(model->parameters());
+    tessera::checkpoint::load(*tessera::checkpoint::find_latest(imported).folder, *model, optimizer);
+    optimizer.zero_grad();
+    torch::mse_loss(model->forward(x), y).backward();
+    optimizer.step();
+    tessera::unshard(*model);
+    EXPECT_TRUE(at::allclose(model->head->weight, expected, 1e-5, 1e-6));
+    return bits_of(*model);
+  });
+}
+
 TEST(Library, ACopyOfTheModel) {
   const tessera::checkpoint::TemporaryFolder folder;
   const auto copies = std::filesystem::path(folder.path()) / "copies";
@@ -350,6 +397,7 @@ TEST(Library, ACopyOfTheModel) {
     auto model = std::make_shared<Net>(), copy = std::make_shared<Net>();
     fill(*model);
     fill(*copy);
+    for (auto& net : {model, copy}) net->register_parameter("tied", net->head->weight);  // averaged once
     for (auto& parameter : model->encoder->parameters()) parameter.requires_grad_(false);
     auto sharded = tessera::fully_shard(*model, world.group());
     //: copy
@@ -357,16 +405,16 @@ TEST(Library, ACopyOfTheModel) {
     for (size_t i = 0; i < copied.size(); ++i) copied[i].requires_grad_(model->parameters()[i].requires_grad());
     auto around_copy = tessera::fully_shard(*copy, world.group());
     for (auto& parameter : copied) parameter.requires_grad_(false);
-    const auto follow = [&](double decay) {  // 0 copies
-      const torch::NoGradGuard no_grad;      // between steps
-      const auto from = model->parameters();
-      auto to = copy->parameters();
-      for (size_t i = 0; i < to.size(); ++i) to[i].mul_(decay).add_(from[i], 1 - decay);
+    const auto follow = [&](double decay) {                      // 0 copies
+      const torch::NoGradGuard no_grad;                          // between steps
+      const auto from = tessera::nn::unique_parameters(*model);  // each tensor once: parameters() lists a tied one twice
+      auto to = tessera::nn::unique_parameters(*copy);
+      for (size_t i = 0; i < to.size(); ++i) to[i].tensor.mul_(decay).add_(from[i].tensor, 1 - decay);
     };
     //:
     {
       const torch::NoGradGuard no_grad;
-      for (auto& parameter : model->parameters()) parameter.mul_(2);
+      for (auto& [name, parameter, aliases] : tessera::nn::unique_parameters(*model)) parameter.mul_(2);
     }
     follow(0.75);
     const int64_t step = 1;

@@ -6,8 +6,10 @@
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/nn/utils/convert_parameters.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/schedulers/step_lr.h>
@@ -23,6 +25,7 @@
 namespace tessera {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using namespace testing_support;
 
@@ -887,6 +890,129 @@ TEST(ZeroPlainLoop, WhatIsRegisteredAfterWrappingIsRefusedByName) {
     const at::Tensor late = net.register_parameter("gain", at::ones({3}));
     EXPECT_THAT(refusal([&] { (net.forward(whole_batch(samples).x) * late).sum().backward(); }), HasSubstr("sharded data parallelism: 'gain' of module "));
   });
+}
+
+std::string saved_state(Torch& optimizer) {
+  std::stringstream file;
+  torch::save(optimizer, file);
+  return file.str();
+}
+
+void load_state(Torch& optimizer, const std::string& bytes) {
+  std::stringstream file(bytes);
+  torch::load(optimizer, file);
+}
+
+/// One weight, which two ranks cut into halves of the same size.
+struct Halved {
+  explicit Halved(const ShardGroups& groups, int stage = 1, MakeOptimizer make = make_adam)
+      : net(torch::nn::LinearOptions(8, 8).bias(false)), zero((fill_parameters(*net), *net), groups, {.stage = stage}), optimizer(zero_optimizer(zero, make)) {}
+  void backward(int step, bool alike = false) {
+    optimizer.zero_grad();
+    const at::Tensor y = net(at::arange(16, at::kFloat).view({2, 8}).cos() + step);
+    (alike ? y.sum() : y.square().sum()).backward();
+  }
+  torch::nn::Linear net;
+  ShardedDataParallel zero;
+  ZeroOptimizer<Torch> optimizer;
+};
+
+TEST(ZeroPlainLoop, OneRanksOptimizerFileIsNotEverybodysState) {
+  for (const int stage : {1, 2}) {
+    std::vector<std::string> files(2);
+    std::vector<at::Tensor> weights(2), expected(2);
+    run_ranks(2, [&](World& world) {
+      Halved model(groups_of(world, 1), stage);
+      for (int step = 0; step < 3; ++step) {
+        if (step == 2) files[world.rank()] = saved_state(*model.optimizer);
+        if (step == 2) weights[world.rank()] = model.net->weight.detach().clone();
+        model.backward(step);
+        model.optimizer.step();
+      }
+      expected[world.rank()] = model.net->weight.detach().clone();
+    });
+    const auto go_on = [&](World& world, const std::string& file, const std::function<void(Halved&)>& then) {
+      Halved model(groups_of(world, 1), stage);
+      {
+        const at::NoGradGuard no_grad;
+        model.net->weight.copy_(weights[0]);
+      }
+      load_state(*model.optimizer, file);
+      model.backward(2);
+      then(model);
+    };
+    run_ranks(2, [&](World& world) {
+      go_on(world, files[0], [&](Halved& model) {
+        const auto step = [&] { model.optimizer.step(); };
+        EXPECT_THAT(refusal(step), AllOf(HasSubstr("the optimizer's state is the same on all 2 ranks of "), HasSubstr("checkpoint::load")));
+        EXPECT_THAT(refusal(step), HasSubstr("is the same on all 2 ranks")) << "nor at the next try";
+        EXPECT_TRUE(at::equal(model.net->weight, weights[0]));
+      });
+      go_on(world, files[world.rank()], [&](Halved& model) {
+        model.optimizer.step();
+        EXPECT_TRUE(at::equal(model.net->weight, expected[0]));
+      });
+    });
+  }
+}
+
+/// Rows of one gradient have one state; an Adagrad that begins with a constant has learned nothing yet.
+TEST(ZeroPlainLoop, StateThatIsAlikeOnAllRanksByItselfIsTaken) {
+  std::string file;
+  run_ranks(2, [&](World& world) {
+    Halved model(groups_of(world, 1));
+    model.backward(0, /*alike=*/true);
+    model.optimizer.step();
+    if (world.rank() == 0) file = saved_state(*model.optimizer);
+  });
+  run_ranks(2, [&](World& world) {
+    Halved model(groups_of(world, 1));
+    load_state(*model.optimizer, file);
+    model.backward(1, /*alike=*/true);
+    model.optimizer.step();
+    Halved adagrad(groups_of(world, 1), 1, [](const std::vector<at::Tensor>& parts) {
+      return std::make_unique<torch::optim::Adagrad>(parts, torch::optim::AdagradOptions(0.1).initial_accumulator_value(0.5));
+    });
+    adagrad.backward(0);
+    adagrad.optimizer.step();
+  });
+}
+
+TEST(ZeroPlainLoop, StateOfOtherSizesIsRefusedByNameOnAllRanks) {
+  for (const auto& make : {MakeOptimizer(make_adam), MakeOptimizer(make_sgd)}) {
+    torch::nn::Linear whole(5, 3);
+    const auto optimizer = make(whole->parameters());
+    whole(at::ones({1, 5})).sum().backward();
+    optimizer->step();
+    const std::string of_whole = saved_state(*optimizer);
+    std::vector<std::string> files(2);
+    const auto each = [&](const std::function<void(World&, ZeroOptimizer<Torch>&)>& body) {
+      run_ranks(2, [&](World& world) {
+        torch::nn::Linear net(5, 3);
+        fill_parameters(*net);
+        ShardedDataParallel zero(*net, groups_of(world, 1));
+        auto sharded = zero_optimizer(zero, make);
+        net(at::ones({1, 5})).square().sum().backward();
+        body(world, sharded);
+      });
+    };
+    each([&](World& world, ZeroOptimizer<Torch>& sharded) {
+      sharded.step();
+      files[world.rank()] = saved_state(*sharded);
+      load_state(*sharded, of_whole);
+      EXPECT_THAT(refusal([&] { sharded.step(); }), HasSubstr("and is of whole parameters; make the optimizer behind the wrapper")) << "in a later step, too";
+    });
+    each([&](World&, ZeroOptimizer<Torch>& sharded) {
+      load_state(*sharded, of_whole);
+      EXPECT_THAT(refusal([&] { sharded.step(); }),
+                  AllOf(HasSubstr("the optimizer's state of '"), HasSubstr("is of whole parameters"), HasSubstr("checkpoint::load")));
+    });
+    each([&](World& world, ZeroOptimizer<Torch>& sharded) {
+      load_state(*sharded, files[0]);
+      const auto says = world.rank() == 0 ? HasSubstr("on rank 1 the optimizer's state has other sizes") : HasSubstr("the state of another rank's part");
+      EXPECT_THAT(refusal([&] { sharded.step(); }), says);
+    });
+  }
 }
 
 }  // namespace

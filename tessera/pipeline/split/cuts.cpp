@@ -74,7 +74,7 @@ class Cutter {
   int place(const Split& split) const {
     const std::vector<Run> exact = announced(split);
     const std::vector<Run> runs = exact.empty() ? uses(split) : exact;
-    const Run& run = choose(split, runs);
+    const Run& run = choose(split, runs, exact.empty() ? shared_uses(split, runs) : "");
     const bool beginning = split.point == SplitPoint::Beginning;
     if (!exact.empty()) return beginning ? run.begin : run.end;
     int low = beginning ? run.begin : run.end, high = low;
@@ -167,15 +167,34 @@ class Cutter {
                        near.empty() ? "" : ", such as '" + near + "'"));
   }
 
-  const Run& choose(const Split& split, const std::vector<Run>& runs) const {
+  /// What to say of uses of a parameter that other modules hold, too: nobody can tell whose call such an operator is of.
+  std::string shared_uses(const Split& split, const std::vector<Run>& runs) const {
+    std::string others;
+    std::set<int> seen;
+    for (size_t i = 0; runs.size() > 1 && i < runs.size(); ++i) {
+      for (int node = runs[i].begin; node < runs[i].end; ++node) {
+        for_each_use(graph_.nodes[static_cast<size_t>(node)], [&](int v) {
+          const Value& value = graph_.values[static_cast<size_t>(v)];
+          if (!value.is_state() || !value.is_called(split.path) || !seen.insert(v).second) return;
+          std::vector<std::string> names = value.aliases;
+          names.push_back(value.name);
+          const auto elsewhere = std::ranges::find_if(names, [&](const std::string& name) { return !is_under(name, split.path); });
+          if (elsewhere != names.end()) others += (others.empty() ? "'" : ", '") + *elsewhere + "'";
+        });
+      }
+    }
+    return others.empty() ? "" : "; it shares parameters with other modules (" + others + "), whose uses of them count here, too: 0 is the first use";
+  }
+
+  const Run& choose(const Split& split, const std::vector<Run>& runs, const std::string& shared) const {
     if (split.call < 0) {
       std::string places;
       for (size_t i = 0; runs.size() > 1 && i < runs.size(); ++i) {
         const Node& node = graph_.nodes[static_cast<size_t>(std::min(runs[i].begin, graph_.size() - 1))];
         places += detail::concat(i ? ", " : "", i, " (operator ", runs[i].begin, ", ", node.name, ")");
       }
-      require(runs.size() == 1, "pipeline: split point ", to_string(split), ": the pass uses it ", runs.size(), " times: ", places, "; say which, as {\"",
-              split.path, "\", SplitPoint::", split.point == SplitPoint::Beginning ? "Beginning" : "End", ", 0}");
+      require(runs.size() == 1, "pipeline: split point ", to_string(split), ": the pass uses it ", runs.size(), " times: ", places, shared,
+              "; say which, as {\"", split.path, "\", SplitPoint::", split.point == SplitPoint::Beginning ? "Beginning" : "End", ", 0}");
     }
     const size_t call = split.call < 0 ? 0 : static_cast<size_t>(split.call);
     require(call < runs.size(), "pipeline: split point ", to_string(split), ": the pass uses it ", runs.size(), runs.size() == 1 ? " time" : " times",

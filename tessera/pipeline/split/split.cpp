@@ -103,6 +103,7 @@ struct SplitModel::State {
   std::vector<std::set<std::string>> owned, called;   ///< by stage
   std::map<std::string, std::vector<int64_t>> sizes;  ///< of the parameters, whole
   std::vector<tape::SharedParameter> shared;
+  std::map<std::vector<int>, std::shared_ptr<torch::nn::Module>> handed_out;  ///< by stages, ascending: wrappers and optimizers keep no module alive
   SummedGradients summed;
   std::vector<Crossings> given;                        ///< what crossings() has said
   int untrained = 0;                                   ///< first stages that are never trained
@@ -343,13 +344,16 @@ std::vector<int> SplitModel::takes(int stage) const {
 std::shared_ptr<torch::nn::Module> SplitModel::module(int stage) const { return module(std::vector<int>{stage}); }
 
 std::shared_ptr<torch::nn::Module> SplitModel::module(const std::vector<int>& stages) const {
+  const std::set<int> each(stages.begin(), stages.end());
+  for (const int stage : each) check_stage(stage);
+  auto& part = state_->handed_out[std::vector<int>(each.begin(), each.end())];
+  if (part) return part;
   std::set<std::string> owned, called;
-  for (const int stage : stages) {
-    check_stage(stage);
+  for (const int stage : each) {
     owned.insert(state_->owned[static_cast<size_t>(stage)].begin(), state_->owned[static_cast<size_t>(stage)].end());
     called.insert(state_->called[static_cast<size_t>(stage)].begin(), state_->called[static_cast<size_t>(stage)].end());
   }
-  return tape::own_modules(*state_->root, owned, called);
+  return part = tape::own_modules(*state_->root, owned, called);
 }
 
 void SplitModel::keep_only(const std::vector<int>& stages) const {

@@ -62,8 +62,10 @@ class SplitModel {
   /// Which of the model's inputs a stage takes from its own loader, by their places.
   std::vector<int> takes(int stage) const;
   /// The parameters and buffers of one stage, by their names in the whole model. On meta: `materialize(*split.module(0), seed)` gives them memory and values.
+  /// The same module at each call. It is the split model's, and lives as long as this or a copy of it does (TracedStage has one): a wrapper may be made of
+  /// `*split.module(0)`.
   std::shared_ptr<torch::nn::Module> module(int stage) const;
-  /// Those of several stages.
+  /// Those of several stages, in whatever order: one module for each set of stages.
   std::shared_ptr<torch::nn::Module> module(const std::vector<int>& stages) const;
   /// Puts the parameters and buffers that none of `stages` uses on meta, which frees their memory.
   void keep_only(const std::vector<int>& stages) const;
