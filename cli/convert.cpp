@@ -122,6 +122,7 @@ int convert(const ConvertFlags& flags) {
   if (flags.merge_lora) options.lora_scale = lora.alpha / static_cast<double>(lora.rank);
   const auto exported = flags.to == "peft" ? checkpoint::export_peft(source.folder, model_beside(source), lora, flags.out, options)
                                            : checkpoint::export_hugging_face(source.folder, source.config.model, flags.out, options);
+  say_once(exported.remarks);
   std::printf("%s: %lld tensors, %lld bytes in %lld %s, from %s\n", flags.out.c_str(), static_cast<long long>(exported.tensors),
               static_cast<long long>(exported.bytes), static_cast<long long>(exported.files), exported.files == 1 ? "file" : "files",
               source.folder.string().c_str());

@@ -13,6 +13,7 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/log.h"
 #include "tessera/data/corpus.h"
 #include "tessera/data/sequential_loader.h"
 #include "tessera/data/tokenizer.h"
@@ -92,6 +93,11 @@ int eval(const EvalFlags& flags) {
 
   say_once(remarks);
   say_once(text.remarks);
+  const auto unknown = data::unknown_among_targets(*corpus, *text.tokenizer, flags.seq_len);
+  if (auto remark = data::unknown_remark(unknown, "the tokens of --file"); !remark.empty()) say_once({std::move(remark)});
+  const int64_t left_out = data::targets_left_out(*corpus, flags.seq_len);
+  if (left_out > 0 && comm::read_environment().rank == 0)
+    log().info("the last {} of the tokens of --file make no whole window of --seq-len = {} and are left out", left_out, flags.seq_len);
   Settings settings = reading_settings(source, text);
   settings.emplace_back("--file", "content " + corpus->content());
   settings.emplace_back("--seq-len", std::to_string(flags.seq_len));
@@ -120,8 +126,11 @@ int eval(const EvalFlags& flags) {
     });
   });
   if (world.rank() == 0 && flags.json) {
-    std::printf("{\"loss\": %s, \"tokens\": %lld, \"bits_per_byte\": %s}\n", json_number(found.loss).c_str(), static_cast<long long>(found.tokens),
-                json_number(found.bits_per_byte).c_str());
+    std::string rest;  // what there is none of is not named
+    if (unknown.unknown > 0) rest += detail::concat(", \"unknown_tokens\": ", unknown.unknown);
+    if (left_out > 0) rest += detail::concat(", \"tokens_left_out\": ", left_out);
+    std::printf("{\"loss\": %s, \"tokens\": %lld, \"bits_per_byte\": %s%s}\n", json_number(found.loss).c_str(), static_cast<long long>(found.tokens),
+                json_number(found.bits_per_byte).c_str(), rest.c_str());
   } else if (world.rank() == 0 && std::isfinite(found.loss)) {
     std::printf("loss %.4f nats per token over %lld tokens, %.4f bits per byte\n", found.loss, static_cast<long long>(found.tokens), found.bits_per_byte);
   }
@@ -133,7 +142,7 @@ int eval(const EvalFlags& flags) {
 
 void add_eval(Command app, int& exit_code) {
   auto flags = std::make_shared<EvalFlags>();
-  auto command = app.add_command("eval", "Mean loss of a model on a text");
+  auto command = app.add_command("eval", "Mean loss of a model on a text, in whole windows");
   command.add_option("--from-hf", flags->from_hf, "Folder of a Hugging Face model");
   command.add_option("--checkpoint", flags->checkpoint, "A checkpoint, or a folder of checkpoints (the newest valid one)");
   command.add_option("--file", flags->file, "Text: plain, .gz or .dz").required();

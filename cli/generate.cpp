@@ -126,9 +126,11 @@ void say_what_is_forgotten(size_t prompt, int64_t wanted, const ModelConfig& mod
 /// One text is made by one copy of the model.
 void check_layout(const Config& config, int ranks) {
   const auto layout = reading_layout(config, ranks);
+  const std::string told_by = comm::read_environment().told_by;
   require(layout.copies == 1, "mesh.dp_replicate = ", layout.copies,
           ": one text is continued by one copy of the model; cut its layers over the ranks, --set mesh.tp=", layout.tensor_ranks * layout.copies,
-          ", or deal them as stages, --set mesh.pp=", layout.stage_ranks * layout.copies, ", or start fewer");
+          ", or deal them as stages, --set mesh.pp=", layout.stage_ranks * layout.copies, ", or start fewer",
+          told_by.empty() ? "" : detail::concat(" (there are ", ranks, " by ", told_by, ")"));
 }
 
 /// All ranks draw every token, or hear of it.

@@ -5,6 +5,7 @@
 #include <exception>
 #include <filesystem>
 #include <iostream>
+#include <new>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -13,6 +14,7 @@
 #include <unistd.h>
 
 #include "cli/commands.h"
+#include "cli/memory_limit.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
 #include "tessera/core/system_reason.h"
@@ -90,6 +92,10 @@ extern "C" int tessera_command(int argc, char** argv) {
     fail(Failure::Other, tessera::reason_of(e));
   } catch (const c10::Error& e) {
     fail(Failure::Other, e.what_without_backtrace());
+  } catch (const std::bad_alloc&) {
+    char why[512];
+    tessera::cli::describe_memory_limit(why, sizeof why);
+    fail(Failure::Other, std::string("out of memory: ") + why);
   } catch (const std::exception& e) {
     fail(Failure::Other, e.what());
   }

@@ -7,13 +7,17 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <initializer_list>
+#include <new>
 
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/resource.h>
 #include <unistd.h>
+
+#include "cli/memory_limit.h"
 
 namespace {
 
@@ -82,6 +86,30 @@ bool has_countable_threads() {
   return false;
 }
 
+constexpr size_t kSentence = 512;
+
+std::terminate_handler usual_end = std::abort;
+
+bool has_memory_limit() {
+  rlimit limit{};
+  return getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+}
+
+// Libraries of libtorch allocate before anybody could catch what they throw, and so does a thread of anybody's.
+[[noreturn]] void end_without_memory() {
+  try {
+    if (const auto thrown = std::current_exception()) std::rethrow_exception(thrown);
+  } catch (const std::bad_alloc&) {
+    char why[kSentence];
+    tessera::cli::describe_memory_limit(why, sizeof why);
+    std::fprintf(stderr, "tessera: out of memory: %s\n", why);
+    _exit(EXIT_FAILURE);
+  } catch (...) {
+  }
+  usual_end();
+  std::abort();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -99,11 +127,19 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "tessera: the working directory cannot be found: %s; change to a folder that exists\n", std::strerror(errno));
     return kBadInput;
   }
+  usual_end = std::set_terminate(end_without_memory);
   // Functions are looked up when first called: libtorch has fifty thousand, of which a command calls few.
   void* const commands = dlopen(kCommands, RTLD_LAZY | RTLD_GLOBAL);
   void* const entry = commands != nullptr ? dlsym(commands, kEntry) : nullptr;
   if (entry == nullptr) {
-    std::fprintf(stderr, "tessera: %s; it belongs beside this program, or in ../lib\n", dlerror());
+    const char* const problem = dlerror();
+    if (has_memory_limit() && std::strstr(problem, "failed to map segment") != nullptr) {
+      char why[kSentence];
+      tessera::cli::describe_memory_limit(why, sizeof why);
+      std::fprintf(stderr, "tessera: out of memory: %s (%s)\n", why, problem);
+      return EXIT_FAILURE;
+    }
+    std::fprintf(stderr, "tessera: %s; it belongs beside this program, or in ../lib\n", problem);
     return EXIT_FAILURE;
   }
   return reinterpret_cast<int (*)(int, char**)>(entry)(argc, argv);

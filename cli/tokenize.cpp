@@ -60,6 +60,7 @@ void pack(const TokenizeFlags& flags) {
                           : data::Corpus::build(paths(flags.files), *tokenizer, output_of(flags, flags.output), 0, "FILES", documents, flags.bos);
   std::printf("%s: %lld tokens of %s of text, %.3f bytes a token\n", corpus->path().c_str(), static_cast<long long>(corpus->tokens()),
               format_bytes(corpus->text_bytes()).c_str(), static_cast<double>(corpus->text_bytes()) / static_cast<double>(corpus->tokens()));
+  if (const auto remark = data::unknown_remark(data::unknown_among_first(*corpus, *tokenizer), "the tokens"); !remark.empty()) log().warn("{}", remark);
 }
 
 }  // namespace

@@ -53,6 +53,19 @@ void check_data(const nlohmann::json& saved, const nlohmann::json& current, cons
                                    " was written with; resume with the same, as it was then, or start anew with checkpoint.resume = \"\""));
 }
 
+/// What a checkpoint was written with, by key; of a key that it is older than, what held then.
+class Saved {
+ public:
+  explicit Saved(const nlohmann::json& agreement) : agreement_(agreement), defaults_(agreement_of(Config{}, {})) {
+    add_fields(defaults_, "quantize", Config{}.quantize);  // also of one without quantised weights
+  }
+  std::string at(const std::string& key) const { return (agreement_.contains(key) ? agreement_ : defaults_).at(key).dump(); }
+
+ private:
+  const nlohmann::json& agreement_;
+  nlohmann::json defaults_;
+};
+
 }  // namespace
 
 nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_identity) {
@@ -89,12 +102,28 @@ std::vector<std::string> changed_settings(const Config& saved, const Config& cur
   return changed;
 }
 
+std::vector<Disagreement> model_disagreements(const nlohmann::json& saved, const Config& current) {
+  std::vector<Disagreement> found;
+  if (!saved.is_object()) return found;
+  const Saved written(saved);
+  // Of adapters, and of weights in fewer bits, that it has none of, the rest of the section says nothing.
+  const auto says_how = [&](const std::string& key, const std::string& section) {
+    return key.starts_with(section) && (key == section + "modules" || written.at(section + "modules") != "\"\"");
+  };
+  const nlohmann::json now = agreement_of(current, {});
+  for (const auto& [key, value] : now.items()) {
+    const bool of_the_model = key.starts_with("model.") || says_how(key, "lora.") || says_how(key, "quantize.");
+    if (!of_the_model || written.at(key) == value.dump()) continue;
+    found.push_back({.key = key, .saved = written.at(key), .current = value.dump()});
+  }
+  return found;
+}
+
 void check_agreement(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source,
                      const std::map<std::string, std::string>& followed) {
   require(saved.is_object() && current.is_object(), source, ": holds no configuration to agree with");
-  auto defaults = agreement_of(Config{}, {});           // what held for a run that was saved before there was such a key
-  add_fields(defaults, "quantize", Config{}.quantize);  // or without quantised weights
-  const auto theirs = [&](const std::string& key) { return (saved.contains(key) ? saved : defaults).at(key).dump(); };
+  const Saved written(saved);
+  const auto theirs = [&](const std::string& key) { return written.at(key); };
   check_data(saved, current, source);
   const auto agree = [&](const std::string& key) {
     const std::string value = current.at(key).dump(), before = theirs(key);

@@ -21,6 +21,15 @@ nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_ide
 void check_agreement(const nlohmann::json& saved, const nlohmann::json& current, const std::string& source,
                      const std::map<std::string, std::string>& followed = {});
 
+/// A key that two agreements have otherwise, and how.
+struct Disagreement {
+  std::string key, saved, current;
+};
+
+/// Of what check_agreement refuses, the keys that make another model of the same weights: [model], [lora] and [quantize]. For who reads a checkpoint, and may
+/// have other data, or none.
+std::vector<Disagreement> model_disagreements(const nlohmann::json& saved, const Config& current);
+
 /// What two configurations of one run set otherwise, as "optim.lr = 0.001 (was 0.01)": all but paths, [checkpoint], [log] and run.steps, which are no part of
 /// what is computed, or are somebody else's to tell. What a run has settled on (Config::asked) is what is compared; a `saved` that still says what was asked
 /// for is no change where `current` was asked for the same.

@@ -68,6 +68,7 @@ struct Environment {
   std::string job{};         ///< the same in all attempts of a job, and of no other as far as its launcher can tell them apart; empty: it cannot
   bool launched = false;     ///< one of several, or told that it is one of one
   Launcher launcher = Launcher::None;
+  std::string told_by{};  ///< of one of several, for messages: the variables that say so, and what is odd about them
 };
 
 /// Reads a variable: std::getenv in life, a table in tests.

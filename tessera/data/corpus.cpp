@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <fstream>
+#include <iomanip>
 #include <numbers>
+#include <sstream>
 #include <system_error>
+#include <type_traits>
 
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
@@ -316,6 +319,12 @@ void Corpus::read(int64_t first, int64_t count, int64_t* out) const {
   id_bytes_ == 2 ? widen(reinterpret_cast<const uint16_t*>(ids_)) : widen(reinterpret_cast<const uint32_t*>(ids_));
 }
 
+int64_t Corpus::occurrences(int32_t id, int64_t first, int64_t count) const {
+  invariant(first >= 0 && count >= 0 && first + count <= tokens_, "ids ", first, " to ", first + count, " of a corpus of ", tokens_);
+  const auto in = [&](const auto* ids) { return std::count(ids + first, ids + first + count, static_cast<std::decay_t<decltype(*ids)>>(id)); };
+  return id_bytes_ == 2 ? in(reinterpret_cast<const uint16_t*>(ids_)) : in(reinterpret_cast<const uint32_t*>(ids_));
+}
+
 void Corpus::read_ahead(int64_t first, int64_t count) const {
   const auto offset = static_cast<size_t>(ids_ - file_->bytes().data());
   file_->read_ahead(offset + static_cast<size_t>(first * id_bytes_), static_cast<size_t>(count * id_bytes_));
@@ -339,6 +348,23 @@ double Corpus::bytes(int64_t first, int64_t count) const {
     sum += static_cast<int64_t>(first_token_bytes_[ids[0]]) - static_cast<int64_t>(token_bytes_[ids[0]]);
   }
   return piece_bytes_ > 0 ? static_cast<double>(sum) * (static_cast<double>(text_bytes_) / static_cast<double>(piece_bytes_)) : 0;
+}
+
+UnknownIds unknown_among_first(const Corpus& corpus, const Tokenizer& tokenizer, int64_t most) {
+  UnknownIds found{.ids = std::min(corpus.tokens(), most)};
+  if (tokenizer.unknown()) found.unknown = corpus.occurrences(*tokenizer.unknown(), 0, found.ids);
+  return found;
+}
+
+std::string unknown_remark(const UnknownIds& found, const std::string& which) {
+  if (found.unknown == 0) return {};
+  const double percent = 100.0 * static_cast<double>(found.unknown) / static_cast<double>(found.ids);
+  std::ostringstream share;
+  share << std::setprecision(percent < 99 ? 2 : 3) << percent;
+  return detail::concat(
+      share.str(), "% of ", which, " (", found.unknown, " of ", found.ids,
+      ") are the unknown id: text that the tokenizer cannot spell. A model learns and predicts nothing of it, and bits per byte counts it as if "
+      "it had been coded; take a tokenizer that spells any text in bytes (tessera tokenize --train makes one), or other text");
 }
 
 double bits_per_byte(double loss_sum_nats, double bytes) { return loss_sum_nats / std::numbers::ln2 / bytes; }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -62,6 +63,9 @@ class Corpus {
   /// Ids first .. first + count - 1, widened to 64 bits, into `out`.
   void read(int64_t first, int64_t count, int64_t* out) const;
 
+  /// How many of ids first .. first + count - 1 are `id`.
+  int64_t occurrences(int32_t id, int64_t first, int64_t count) const;
+
   /// Asks the kernel to have these ids in memory soon; returns at once.
   void read_ahead(int64_t first, int64_t count) const;
 
@@ -89,6 +93,18 @@ class Corpus {
   mutable std::mutex packing_;
   mutable std::map<int64_t, std::shared_ptr<const PackedWindows>> packed_;  ///< by seq_len
 };
+
+/// Ids that were looked at, and how many of them are the tokenizer's unknown one.
+struct UnknownIds {
+  int64_t unknown = 0, ids = 0;
+};
+
+/// Of the first `most` ids of a corpus.
+UnknownIds unknown_among_first(const Corpus& corpus, const Tokenizer& tokenizer, int64_t most = std::numeric_limits<int64_t>::max());
+
+/// What is to be said where there are any: the model cannot tell what they stand for, and bits per byte counts all of the text, also what they have lost.
+/// `which` names the ids ("the tokens of data.files"). Empty where there are none.
+std::string unknown_remark(const UnknownIds& found, const std::string& which);
 
 /// loss in nats, summed over targets that stand for `bytes` bytes of text, as bits per byte: the number compressors are compared by.
 double bits_per_byte(double loss_sum_nats, double bytes);

@@ -260,6 +260,7 @@ class SentencePieceTokenizer : public Tokenizer {
 
   std::optional<int32_t> bos() const override { return id_if_any(model_.processor.bos_id()); }
   std::optional<int32_t> eos() const override { return id_if_any(model_.processor.eos_id()); }
+  std::optional<int32_t> unknown() const override { return id_if_any(model_.processor.unk_id()); }
   std::optional<int32_t> id_of(std::string_view piece) const override {
     const int id = model_.processor.PieceToId(piece);  // of one that it does not know, that of the unknown
     return id_if_any(id >= 0 && model_.processor.IdToPiece(id) == piece ? id : -1);

@@ -1,6 +1,7 @@
 #include "tessera/data/sequential_loader.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <tuple>
 
@@ -8,6 +9,18 @@
 #include "tessera/layout/slice.h"
 
 namespace tessera::data {
+namespace {
+
+/// Calls `visit(first, count)` for each run of ids that are targets of a window.
+void for_targets(const Corpus& corpus, int64_t seq_len, const std::function<void(int64_t, int64_t)>& visit) {
+  const int64_t windows = corpus.windows(seq_len);
+  if (corpus.documents() == Documents::None) return visit(1, windows * seq_len);
+  for (int64_t window = 0; window < windows; ++window) {
+    for (const Piece& piece : corpus.window(window, seq_len)) visit(piece.first + 1, piece.size);
+  }
+}
+
+}  // namespace
 
 SequentialLoader::SequentialLoader(std::shared_ptr<const Corpus> corpus, int64_t seq_len, int64_t micro_size, int rank, int ranks, Reads reads,
                                    ColumnShare columns)
@@ -43,12 +56,23 @@ std::optional<MicroBatch> SequentialLoader::next() {
 }
 
 double SequentialLoader::global_bytes() const {
-  if (corpus_->documents() == Documents::None) return corpus_->bytes(1, windows_ * seq_len_);
   double bytes = 0;
-  for (int64_t window = 0; window < windows_; ++window) {
-    for (const Piece& piece : corpus_->window(window, seq_len_)) bytes += corpus_->bytes(piece.first + 1, piece.size);
-  }
+  for_targets(*corpus_, seq_len_, [&](int64_t first, int64_t count) { bytes += corpus_->bytes(first, count); });
   return bytes;
+}
+
+UnknownIds unknown_among_targets(const Corpus& corpus, const Tokenizer& tokenizer, int64_t seq_len) {
+  UnknownIds found;
+  for_targets(corpus, seq_len, [&](int64_t first, int64_t count) {
+    found.ids += count;
+    if (tokenizer.unknown()) found.unknown += corpus.occurrences(*tokenizer.unknown(), first, count);
+  });
+  return found;
+}
+
+int64_t targets_left_out(const Corpus& corpus, int64_t seq_len) {
+  if (corpus.documents() != Documents::None || corpus.tokens() == 0) return 0;
+  return corpus.tokens() - 1 - corpus.windows(seq_len) * seq_len;
 }
 
 }  // namespace tessera::data

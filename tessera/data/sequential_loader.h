@@ -31,4 +31,10 @@ class SequentialLoader {
   int64_t begin_ = 0, size_ = 0, count_ = 0, position_ = 0;  // this rank's run of micro-batches, calls of next(), calls made
 };
 
+/// Of the targets of all its windows.
+UnknownIds unknown_among_targets(const Corpus& corpus, const Tokenizer& tokenizer, int64_t seq_len);
+
+/// Targets at the end of a text that make no whole window, and are in none; windows of documents are filled up, and leave none out.
+int64_t targets_left_out(const Corpus& corpus, int64_t seq_len);
+
 }  // namespace tessera::data

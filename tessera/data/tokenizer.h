@@ -45,6 +45,9 @@ class Tokenizer {
   virtual std::optional<int32_t> bos() const = 0;
   virtual std::optional<int32_t> eos() const = 0;
 
+  /// The id that stands for text which no other can spell, if the tokenizer has one; with bytes to spell it in, it is never used.
+  virtual std::optional<int32_t> unknown() const { return std::nullopt; }
+
   /// The id of a piece of the vocabulary as it is written there ("<s>"); nothing where there is none, as of bytes.
   virtual std::optional<int32_t> id_of(std::string_view /*piece*/) const { return std::nullopt; }
 

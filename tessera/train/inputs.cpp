@@ -4,6 +4,8 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <map>
+#include <set>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -126,16 +128,27 @@ void find_resume(const Config& config, const OpenOptions& options, Inputs& input
   if (inputs.resume) inputs.resume->hashed = hashing || known;
 }
 
+/// The model's parameters, and what an optimizer's choice by kind asks of them.
+optim::WholeModel described_model(const Config& config) {
+  const auto model = on_meta([&] { return make_model(config.model); });
+  const Attachment adapted = add_adapters(config, *model);
+  nn::assign_paths(*model);
+  return optim::whole_model(*model);
+}
+
 /// Whether a run goes on with adapters of the checkpoint's, which were trained with its alpha: with those that checkpoint.partial does not name, and with those
-/// that it names and that fit, which are loaded all the same.
+/// that it names and that fit one of the run's own, which are loaded all the same.
 bool goes_on_with_adapters(const Config& config, const checkpoint::Manifest& saved) {
   constexpr std::string_view kModel = "model.";
+  std::map<std::string, std::vector<int64_t>> own;
+  for (const Slice& parameter : described_model(config).parameters) own.emplace(parameter.name, parameter.shape);
   return std::ranges::any_of(saved.tensors, [&](const auto& tensor) {
-    const auto& [name, stored] = tensor;
-    if (!name.starts_with(kModel) || !nn::is_adapter(name) || stored.shape.empty()) return false;
-    const int64_t rank = name.ends_with(nn::kLoraA) ? stored.shape.front() : stored.shape.back();
-    const bool fits = !config.lora.modules.empty() && rank == config.lora.rank;
-    return fits || !checkpoint::may_differ(config.checkpoint.partial, name.substr(kModel.size()));
+    const auto& [stored_name, stored] = tensor;
+    if (!stored_name.starts_with(kModel) || !nn::is_adapter(stored_name)) return false;
+    const std::string name = stored_name.substr(kModel.size());
+    const auto found = own.find(name);
+    const bool fits = found != own.end() && found->second == stored.shape;
+    return fits || !checkpoint::may_differ(config.checkpoint.partial, name);
   });
 }
 
@@ -164,14 +177,6 @@ void check_momentum(const OptimConfig& saved, const OptimConfig& now, const std:
   require(without == (momentum_of(now) == 0), "optim.momentum = ", format_float(momentum_of(now)), whose, ": ", folder,
           without ? " was written without momentum, and holds none to go on with" : " holds momentum, which would be lost", "; set optim.momentum ",
           without ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
-}
-
-/// The model's parameters, and what an optimizer's choice by kind asks of them.
-optim::WholeModel described_model(const Config& config) {
-  const auto model = on_meta([&] { return make_model(config.model); });
-  const Attachment adapted = add_adapters(config, *model);
-  nn::assign_paths(*model);
-  return optim::whole_model(*model);
 }
 
 std::vector<std::string> parameter_names(const Config& config) {
@@ -212,6 +217,18 @@ void check_tokenizer(const Config& config, const Inputs& inputs) {
           "; set data.tokenizer = ", saved, ", or start anew with checkpoint.resume = \"\"");
 }
 
+/// Of texts that the tokenizer cannot spell, as far as a glance shows it: a start is not to grow with the text.
+void say_unknown(Inputs& inputs) {
+  constexpr int64_t kLookedAt = 1'000'000;
+  for (const auto& [corpus, knob] : {std::pair(inputs.corpus, "data.files"), std::pair(inputs.validation, "data.validation_files")}) {
+    if (!corpus) continue;
+    const auto found = data::unknown_among_first(*corpus, *inputs.tokenizer, kLookedAt);
+    const std::string which =
+        found.ids < corpus->tokens() ? detail::concat("the first ", found.ids, " tokens of ", knob) : detail::concat("the tokens of ", knob);
+    if (auto remark = data::unknown_remark(found, which); !remark.empty()) inputs.text_remarks.push_back(std::move(remark));
+  }
+}
+
 void check_fit(const Config& config, const Inputs& inputs) {
   if (!inputs.resume) return;
   const std::string folder = inputs.resume->folder.string();
@@ -243,6 +260,15 @@ Config with_momentum(Config config) {
 Config with_settled_compute(Config saved, const nlohmann::json& progress, const Config& config) {
   if (saved.precision.compute == "auto" && config.precision.compute != "auto") saved.precision.compute = recorded_compute(progress).value_or("auto");
   return saved;
+}
+
+/// How many there are that `what`, and which, as far as a line takes them; nothing of none.
+std::string some_of(const std::string& what, const std::vector<std::string>& names) {
+  constexpr size_t kMost = 4;
+  std::string list;
+  for (size_t i = 0; i < std::min(names.size(), kMost); ++i) list += (i == 0 ? "" : ", ") + names[i];
+  if (names.size() > kMost) list += detail::concat(" and ", names.size() - kMost, " more");
+  return names.empty() ? "" : detail::concat("; ", names.size(), " ", what, " (", list, ")");
 }
 
 /// Steps that were not applied, for which the schedule waits.
@@ -291,6 +317,7 @@ Inputs open_inputs(const Config& config, const OpenOptions& options) {
       throw ConfigError(detail::concat("data.validation_files: ", error.what()));  // or data.files would be taken for the text that is meant
     }
   }
+  say_unknown(inputs);
   check_fit(config, inputs);
   return inputs;
 }
@@ -327,6 +354,31 @@ void check_hashes(Inputs& inputs, const Config& config, const comm::World& world
   }
 }
 
+PartialLoad partial_load(const ResumePoint& resume, const Config& config) {
+  constexpr std::string_view kModel = "model.";
+  const auto& stored = resume.manifest.tensors;
+  const std::vector<std::string> quantized = quantized_weights(config);
+  PartialLoad found;
+  std::set<std::string> own(quantized.begin(), quantized.end());
+  for (const Slice& parameter : described_model(config).parameters) {
+    if (!own.insert(parameter.name).second) continue;
+    const auto held = stored.find(std::string(kModel) + parameter.name);
+    (held != stored.end() && held->second.shape == parameter.shape ? found.loaded : found.fresh).push_back(parameter.name);
+  }
+  for (const auto& [name, held] : stored) {
+    if (name.starts_with(kModel) && !own.contains(name.substr(kModel.size()))) found.unread.push_back(name.substr(kModel.size()));
+  }
+  return found;
+}
+
+std::string other_model(const ResumePoint& resume, const Config& config) {
+  if (config.checkpoint.partial.empty()) return {};
+  const PartialLoad found = partial_load(resume, config);
+  if (!found.fresh.empty() || !found.unread.empty()) return "as checkpoint.partial leaves some of it out";
+  const auto changed = checkpoint::model_disagreements(resume.manifest.agreement, config);
+  return changed.empty() ? "" : detail::concat("as by checkpoint.partial it goes on with another ", changed.front().key);
+}
+
 std::vector<std::string> changes_since(const ResumePoint& resume, const Config& config) {
   const std::string folder = resume.folder.string();
   const int64_t step = resume.manifest.step;
@@ -336,6 +388,13 @@ std::vector<std::string> changes_since(const ResumePoint& resume, const Config& 
   std::string list;
   for (const auto& setting : changed) list += (list.empty() ? "" : ", ") + setting;
   if (!list.empty()) remarks.push_back(detail::concat("going on from ", folder, " with other settings than it was saved with: ", list));
+  if (!config.checkpoint.partial.empty()) {
+    const PartialLoad found = partial_load(resume, config);
+    if (!found.fresh.empty() || !found.unread.empty()) {
+      remarks.push_back(detail::concat("checkpoint.partial: of ", folder, " ", found.loaded.size(), " parameters are loaded",
+                                       some_of("begin anew", found.fresh), some_of("are left unread", found.unread)));
+    }
+  }
   const std::string &began_with = saved.model.from_hf, &named = config.model.from_hf;
   const bool reads_it = !config.quantize.modules.empty() || !config.checkpoint.partial.empty();  // then what it holds is used, or compared
   if (!began_with.empty() && !named.empty() && named != began_with && !reads_it) {

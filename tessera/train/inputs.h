@@ -38,7 +38,7 @@ struct Inputs {
   std::shared_ptr<const data::Corpus> validation;  ///< null without validation_files
   std::optional<ResumePoint> resume;
   std::vector<std::string> remarks;           ///< to be said aloud once: checkpoints that were passed over, a fresh start
-  std::vector<std::string> text_remarks{};    ///< FoundTokenizer::remarks: the same for each rank and start of a run, so to be said by the first alone
+  std::vector<std::string> text_remarks{};    ///< of tokenizer and texts: the same for each rank and start of a run, so to be said by the first alone
   bool may_start_afresh = false;              ///< `latest` was asked for, and found none: what cannot be used in checkpoint.dir is set aside
   std::string job{};                          ///< OpenOptions::job
   bool restarted = false;                     ///< OpenOptions::restarted
@@ -65,7 +65,18 @@ Inputs open_inputs(const Config& config, const OpenOptions& options = {});
 /// refuse it. Throws ConfigError; also where ranks do not see the same checkpoint.
 void check_hashes(Inputs& inputs, const Config& config, const comm::World& world);
 
-/// What a run that goes on does otherwise than the one that saved, to be said aloud once: settings, and what more steps make of the learning rate.
+/// What checkpoint.partial makes of a checkpoint, by names of the whole model's parameters: those that are loaded, those that begin anew, and what the
+/// checkpoint has beyond them, which is left unread. Weights in fewer bits, which no checkpoint holds, are none of these.
+struct PartialLoad {
+  std::vector<std::string> loaded, fresh, unread;
+};
+PartialLoad partial_load(const ResumePoint& resume, const Config& config);
+
+/// Why the numbers of a run that goes on are not those that were recorded when its checkpoint was saved, as checkpoint.partial allows; empty: they are.
+std::string other_model(const ResumePoint& resume, const Config& config);
+
+/// What a run that goes on does otherwise than the one that saved, to be said aloud once: settings, what checkpoint.partial leaves out, and what more steps
+/// make of the learning rate.
 std::vector<std::string> changes_since(const ResumePoint& resume, const Config& config);
 
 /// Refuses a checkpoint.dir that holds checkpoints of another run, unless checkpoint.replace says that they may be set aside. Reads only. Throws ConfigError.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "tessera/checkpoint/agreement.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/core/error.h"
 #include "tessera/train/progress.h"
@@ -59,6 +60,8 @@ std::vector<std::string> reading_remarks(const FoundModel& model, const std::vec
     validate(run, 1, Purpose::Plan);
   }
   auto remarks = model.checkpoint->remarks;
+  for (const auto& [key, saved, current] : checkpoint::model_disagreements(model.checkpoint->manifest.agreement, model.config))
+    remarks.push_back(detail::concat(model.checkpoint->folder.string(), ": was trained with ", key, " = ", saved, "; this is another model, with ", current));
   remarks.insert(remarks.end(), idle.begin(), idle.end());
   return remarks;
 }

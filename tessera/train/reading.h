@@ -21,8 +21,8 @@ FoundTokenizer find_tokenizer(const FoundModel& model, const std::string& flag);
 /// What all ranks that read a model must have alike (check_ranks_agree), by content where paths name it: settings, checkpoint or weights, tokenizer.
 Settings reading_settings(const FoundModel& model, const FoundTokenizer& found);
 
-/// What there is to say before a model is read, once for all ranks: checkpoints that were passed over, settings without effect; refuses values among the
-/// latter that no run takes. Throws ConfigError.
+/// What there is to say before a model is read, once for all ranks: checkpoints that were passed over, settings that make another model than was trained
+/// (what a resumed run is refused for), settings without effect; refuses values among the latter that no run takes. Throws ConfigError.
 std::vector<std::string> reading_remarks(const FoundModel& model, const std::vector<std::string>& sets);
 
 }  // namespace tessera

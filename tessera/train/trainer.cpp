@@ -273,7 +273,7 @@ void Trainer::train_to_the_end(RunEnd& end) {
 
 void Trainer::make_up_for(int64_t step) {
   const bool last = step == config_.run.steps;
-  const bool validating = validates(step) && config_.checkpoint.partial.empty();  // or these would be other weights than those of that step
+  const bool validating = validates(step) && other_model(*inputs_.resume, config_).empty();  // or these would be other weights than those of that step
   if (!last && !validating) return;
   const comm::CallSite site("start");
   nlohmann::json lacks;
@@ -404,8 +404,8 @@ void Trainer::validate_model(int64_t step) {
 
 void Trainer::replay(const ResumePoint& resume) {
   const std::string source = resume.folder.string();
-  if (!config_.checkpoint.partial.empty()) {
-    if (world_.rank() == 0) log().warn("{}: not replayed, as checkpoint.partial leaves some of it out", source);
+  if (const std::string why = other_model(resume, config_); !why.empty()) {
+    if (world_.rank() == 0) log().warn("{}: not replayed, {}", source, why);
     return;
   }
   const auto& progress = resume.manifest.progress;

@@ -163,6 +163,29 @@ TEST(World, NamesAnAddressThatDoesNotResolve) {
               HasSubstr("no rendezvous at address no-such-host.invalid, port 29400 (served by rank 0): the name does not resolve: "));
 }
 
+/// What a batch script leaves in the environment of a program that it starts without srun.
+TEST(World, SaysByWhichVariablesItWaitsForOthers) {
+  const std::map<std::string, std::string> script{{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"SLURM_LOCALID", "0"}};
+  const auto read = [](const std::map<std::string, std::string>& variables) {
+    return read_environment([&](const std::string& name) -> std::optional<std::string> {
+      const auto found = variables.find(name);
+      return found == variables.end() ? std::nullopt : std::optional(found->second);
+    });
+  };
+  auto environment = read(script);
+  environment.master_port = free_port();
+  testing::internal::CaptureStderr();
+  message_of_world<CommError>([&] { World::join(environment, {.timeout = 300ms}); });
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr("It is one of 4 by SLURM_PROCID = 0 and SLURM_NTASKS = 4, which look like those of a batch script without srun"),
+                    HasSubstr("start it by srun, or unset SLURM_PROCID")));
+  auto step = script;
+  step["SLURM_STEP_ID"] = "0";
+  EXPECT_EQ(read(step).told_by, "SLURM_PROCID = 0 and SLURM_NTASKS = 4");
+  EXPECT_EQ(read({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).told_by, "RANK = 0 and WORLD_SIZE = 1");
+  EXPECT_EQ(read({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}}).told_by, "OMPI_COMM_WORLD_RANK = 1 and OMPI_COMM_WORLD_SIZE = 2");
+}
+
 TEST(World, SaysWhichRanksDidNotCome) {
   const Environment environment{.rank = 0, .size = 3, .local_size = 3, .master_addr = "127.0.0.1", .master_port = free_port(), .launched = true};
   testing::internal::CaptureStderr();  // long before the end it says for whom it waits, once

@@ -1,6 +1,7 @@
 // Models that others trained, with other settings than ours: the ids are those of SentencePiece on the whole text.
 #ifdef TESSERA_WITH_SENTENCEPIECE
 
+#include <cmath>
 #include <unordered_map>
 
 #include <gmock/gmock.h>
@@ -173,6 +174,40 @@ INSTANTIATE_TEST_SUITE_P(
                             false},
                     Foreign{"across_newlines_that_are_spaces", {{"model_type", "bpe"}, {"split_by_whitespace", "false"}}, false}),
     [](const auto& info) { return std::string(info.param.name); });
+
+TEST(UnknownIds, AreCountedAndSaidWhereTheTokenizerCannotSpellATextInBytes) {
+  const Folder folder;
+  const auto text = folder.write("text.txt", words(600));
+  const auto trained = [&](const std::string& name, Settings settings) {
+    settings.insert({{"input", text.string()}, {"model_prefix", (folder / name).string()}, {"minloglevel", "2"}, {"model_type", "bpe"}});
+    EXPECT_TRUE(sentencepiece::SentencePieceTrainer::Train(settings).ok());
+    return Tokenizer::load((folder / name).string() + ".model");
+  };
+  const auto without = trained("without", {{"vocab_size", "100"}}), with = trained("with", {{"vocab_size", "400"}, {"byte_fallback", "true"}});
+  EXPECT_EQ(without->unknown(), 0);
+  EXPECT_EQ(Tokenizer::load("byte")->unknown(), std::nullopt);
+  const auto foreign = folder.write("foreign.txt", "the \u4e2d ring \u6587\u4e2d the the ring the \u4e2d");  // an id for each run of them
+  const auto corpus = Corpus::build({foreign}, *without, folder / "foreign.bin");
+  const auto found = unknown_among_first(*corpus, *without);
+  EXPECT_EQ(found.unknown, 3);
+  EXPECT_EQ(found.ids, corpus->tokens());
+  EXPECT_THAT(unknown_remark(found, "the tokens of data.files"),
+              testing::AllOf(testing::StartsWith(std::to_string(std::lround(300.0 / static_cast<double>(corpus->tokens()))) + "% of"),
+                             testing::HasSubstr(" the tokens of data.files (3 of ")));
+  EXPECT_EQ(unknown_among_first(*corpus, *without, 1).unknown, 0);
+  EXPECT_EQ(unknown_among_first(*corpus, *without, 1).ids, 1);
+  EXPECT_EQ(unknown_among_targets(*corpus, *without, corpus->tokens() - 2).unknown, 2) << "the last id makes no whole window";
+  EXPECT_EQ(targets_left_out(*corpus, corpus->tokens() - 2), 1);
+  EXPECT_EQ(targets_left_out(*corpus, corpus->tokens() - 1), 0);
+  const auto lines = Corpus::build({folder.write("lines.txt", "the \u4e2d ring\n\u6587\n")}, *without, folder / "lines.bin", 0, "", Documents::Lines);
+  EXPECT_EQ(unknown_among_targets(*lines, *without, 64).unknown, 2);
+  EXPECT_EQ(targets_left_out(*lines, 64), 0) << "windows of documents are filled up";
+  for (const auto& [file, tokenizer] : {std::pair(foreign, with.get()), std::pair(text, without.get())}) {
+    const auto spelled = unknown_among_first(*Corpus::build({file}, *tokenizer, folder / "spelled.bin"), *tokenizer);
+    EXPECT_EQ(spelled.unknown, 0);
+    EXPECT_EQ(unknown_remark(spelled, "the tokens"), "");
+  }
+}
 
 /// A model with LLaMA's settings and these, whose first piece of a text begins with a space that the text has not.
 class SpaceInFront : public testing::TestWithParam<bool> {

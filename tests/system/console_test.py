@@ -114,6 +114,24 @@ class Console(SystemTest):
             self.assertIn("ulimit -n = 16: ", self.refusal(done))
             self.assertEqual(sum("tessera: " in line for line in done.stderr.splitlines()), 1, done.stderr)
 
+    def test_too_little_memory_is_said_by_the_limits_name(self):
+        # Too little to map libtorch, for what it allocates while it is loaded, and for what a command does.
+        command = ("tokenize", "--tokenizer", "byte", "-o", self.folder / "packed.bin", self.folder / "text.txt")
+        needed = None
+        for mega in range(200, 2000, 20):
+            limit = mega * 1000 * 1000
+            def limited():
+                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            done = subprocess.run([TESSERA, *command], env=environment(), timeout=60, capture_output=True, text=True, preexec_fn=limited)
+            if done.returncode == 0:
+                needed = mega
+                break
+            self.assertEqual(done.returncode, 1, done.stderr)
+            said = [line for line in done.stderr.splitlines() if "tessera: " in line]
+            self.assertEqual(len(said), 1, done.stderr)
+            self.assertIn(f"limited to {limit} bytes (RLIMIT_AS, ulimit -v)", said[0])
+        self.assertIsNotNone(needed)
+
     def test_a_small_stack_is_raised_or_refused_by_the_limits_name(self):
         def limited(soft, hard):
             return lambda: resource.setrlimit(resource.RLIMIT_STACK, (soft << 10, hard << 10))

@@ -21,6 +21,14 @@ def with_value(path, tensor, value):
     path.write_bytes(data)
 
 
+def letters_model(path, letters):
+    """Writes a SentencePiece model of characters (a serialized ModelProto) that cannot spell any others: ids 0 unknown, 1 and 2 the ends of a text."""
+    field = lambda number, data: bytes([number << 3 | 2, len(data)]) + data
+    piece = lambda text, kind: field(1, field(1, text.encode()) + b"\x15" + struct.pack("<f", -1.0) + bytes([0x18, kind]))
+    pieces = [piece("<unk>", 2), piece("<s>", 3), piece("</s>", 3), *(piece("\u2581" if letter == " " else letter, 1) for letter in letters)]
+    path.write_bytes(b"".join(pieces) + field(2, b"\x18\x04") + field(3, field(1, b"identity") + b"\x18\x00\x20\x00\x28\x01"))
+
+
 class Reading(SystemTest):
     def saved(self, *sets):
         folder = self.folder / "ckpt"
@@ -48,6 +56,39 @@ class Reading(SystemTest):
         self.assertEqual([json.loads(same.stdout), same.stderr.count("is not the tokenizer")], [whole, 0], same.stderr)
         for done in (self.eval("--checkpoint", ckpt, "--tokenizer", model, "--nproc", 2), self.eval("--checkpoint", ckpt, "--tokenizer", "byte")):
             self.assertEqual([done.returncode, done.stderr.count("is not the tokenizer")], [0, 1], done.stderr)
+
+    def test_what_a_tokenizer_cannot_spell_and_what_makes_no_window_is_said(self):
+        model, foreign, packed = self.folder / "letters.model", self.folder / "foreign.txt", self.folder / "foreign.bin"
+        letters_model(model, "etaoinshrdlu .\n")
+        foreign.write_text("the \u4e2d" * 400)  # five ids each
+        sets = [f"data.tokenizer={model}", "model.vocab_size=300", "run.steps=2", "optim.warmup_steps=0"]
+        done, _ = self.train("log", nproc=2, sets=[f"checkpoint.dir={self.folder / 'ckpt'}", f"data.validation_files={foreign}", "run.validate_every=2", *sets])
+        said = [done.stderr.count(words) for words in ("are the unknown id", "20% of the tokens of data.validation_files (400 of 2000)")]
+        self.assertEqual(said, [1, 1], done.stderr)
+        done, _ = self.train("foreign-log", sets=[f"data.files={foreign}", "checkpoint.dir=", *sets])
+        self.assertIn("20% of the tokens of data.files (400 of 2000)", done.stderr)
+        done = run("tokenize", "--tokenizer", model, foreign, "-o", packed)
+        self.assertEqual([done.returncode, done.stderr.count("20% of the tokens (400 of 2000)")], [0, 1], done.stderr)
+        for file in (foreign, packed):
+            done = run("eval", "--checkpoint", self.folder / "ckpt", "--file", file, "--seq-len", 32, "--json", "--nproc", 2)
+            found = json.loads(done.stdout)
+            self.assertEqual([found["tokens"], found["unknown_tokens"], found["tokens_left_out"]], [1984, 397, 15])
+            self.assertEqual(done.stderr.count("20% of the tokens of --file (397 of 1984)"), 1, done.stderr)
+            self.assertEqual(done.stderr.count("the last 15 of the tokens of --file make no whole window of --seq-len = 32"), 1, done.stderr)
+        spelled = self.folder / "spelled.txt"
+        spelled.write_text("that is. " * 71 + "on")  # 641 ids: 20 whole windows of 32
+        done = run("eval", "--checkpoint", self.folder / "ckpt", "--file", spelled, "--seq-len", 32, "--json")
+        self.assertEqual(sorted(json.loads(done.stdout)), ["bits_per_byte", "loss", "tokens"])
+        self.assertEqual([done.stderr.count("unknown"), done.stderr.count("left out")], [0, 0], done.stderr)
+
+    def test_a_key_that_makes_another_model_is_said_with_both_values(self):
+        ckpt = self.saved()
+        whole = self.eval("--checkpoint", ckpt)
+        self.assertNotIn("another model", whole.stderr)
+        for read in (self.eval("--checkpoint", ckpt, "--nproc", 2, "--set", "model.rope_theta=500"),
+                     run("generate", "--checkpoint", ckpt, "--prompt", "the", "--max-tokens", 1, "--set", "model.rope_theta=500")):
+            self.assertEqual(read.stderr.count("was trained with model.rope_theta = 10000.0; this is another model, with 500.0"), 1, read.stderr)
+            self.assertEqual(read.stderr.count("another model"), 1, read.stderr)
 
     def test_a_folder_brings_its_tokenizer_and_says_how_a_text_begins(self):
         model, hf = self.folder / "t.model", self.folder / "hf"

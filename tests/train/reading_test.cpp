@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 
+#include "tessera/checkpoint/agreement.h"
 #include "tessera/comm/meeting/disagreement.h"
 #include "tessera/train/inputs.h"
 #include "tests/refusal.h"
@@ -24,7 +25,7 @@ class FoundModels : public testing_support::TrainFixture {
     checkpoint.manifest.step = 2;
     checkpoint.manifest.run.run = "abc";
     checkpoint.manifest.progress = {{"config", to_toml(trained)}};
-    checkpoint.manifest.agreement = {{"data.files", {{"tokenizer", fingerprint}}}};
+    checkpoint.manifest.agreement = checkpoint::agreement_of(trained, {{"tokenizer", fingerprint}});
     checkpoint.remarks = {"passing over another"};
     return {.config = config("llama"), .checkpoint = checkpoint};
   }
@@ -53,6 +54,26 @@ TEST_F(FoundModels, SaysWhatWasPassedOverAndWhatHasNoEffect) {
   EXPECT_THAT(reading_remarks(mixture, {"moe.capacity_factor=0.01"}), testing::Contains(HasSubstr("has no effect"))) << "a batch in training is not read";
   mixture.config.moe.capacity_factor = -1;
   EXPECT_THAT(testing_support::refusal([&] { reading_remarks(mixture, {"moe.capacity_factor=-1"}); }), HasSubstr("moe.capacity_factor = -1"));
+}
+
+TEST_F(FoundModels, SaysWhatMakesAnotherModelOfTheSameWeights) {
+  const auto said = [&](const std::vector<std::string>& sets) {
+    FoundModel other = found(byte_);
+    other.config = config("llama", sets);
+    return reading_remarks(other, sets);
+  };
+  EXPECT_THAT(said({"model.rope_theta=500"}),
+              ElementsAre("passing over another", "/ckpt/step-00000002: was trained with model.rope_theta = 10000.0; this is another model, with 500.0"));
+  EXPECT_THAT(said({"lora.alpha=3", "quantize.block=32"}), ElementsAre("passing over another")) << "of what it has none of";
+  FoundModel adapted = found(byte_);
+  adapted.config = config("llama", {"lora.modules=layers.*", "lora.alpha=3"});
+  adapted.checkpoint->manifest.agreement["lora.modules"] = "layers.*";
+  EXPECT_THAT(reading_remarks(adapted, {}), ElementsAre("passing over another", HasSubstr("lora.alpha = 16.0; this is another model, with 3.0")));
+  EXPECT_THAT(said({"model.norm_eps=0.1", "model.sliding_window=2"}), testing::SizeIs(3)) << "each of them";
+  EXPECT_THAT(said({"data.documents=lines", "run.threads=1"}), ElementsAre("passing over another")) << "the same model, of another text, elsewhere";
+  FoundModel older = found(byte_);
+  older.checkpoint->manifest.agreement.erase("model.norm_topk");
+  EXPECT_THAT(reading_remarks(older, {}), ElementsAre("passing over another")) << "from before there was such a key";
 }
 
 TEST_F(FoundModels, TellsCheckpointsApart) {

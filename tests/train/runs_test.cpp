@@ -29,6 +29,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
 using ::testing::ThrowsMessage;
+using testing_support::kLast;
 using testing_support::kSaved;
 using testing_support::Layout;
 using testing_support::Sets;
@@ -399,6 +400,25 @@ TEST_F(Runs, AGroupThatIsLoadedInPartMayHaveAnotherOptimizer) {
   EXPECT_EQ(go_on("d", "name = sgd, momentum = 0", {anew}).optimizer.at("kinds").at("norm.weight"), "sgd");
 }
 
+TEST_F(Runs, APartialLoadSaysWhatBeginsAnewAndIsReplayedWhereNothingDoes) {
+  run_into("a", 2, {"model.layers=3"});
+  const auto said = [&](const std::string& name, const std::string& layers, const std::string& partial, const Sets& more = {}) {
+    Sets sets{"model.layers=" + layers, "checkpoint.resume=" + at("a", 2), "checkpoint.partial=[\"" + partial + "\"]"};
+    sets.insert(sets.end(), more.begin(), more.end());
+    return run_into(name, 3, sets);
+  };
+  const std::string left_out = "not replayed, as checkpoint.partial leaves some of it out";
+  EXPECT_THAT(said("b", "4", "layers.3.**"),
+              AllOf(HasSubstr("begin anew (layers.3."), HasSubstr(" more)"), Not(HasSubstr("left unread")), HasSubstr(left_out)));
+  EXPECT_THAT(said("c", "2", "layers.2.**"), AllOf(HasSubstr("are left unread (layers.2."), Not(HasSubstr("begin anew")), HasSubstr(left_out)));
+  EXPECT_THAT(said("d", "3", "layers.2.**"), AllOf(Not(HasSubstr("begin anew")), Not(HasSubstr("not replayed")), HasSubstr("replays bit for bit")));
+  EXPECT_THAT(said("e", "3", "layers.2.**", {"model.rope_theta=500"}),
+              AllOf(Not(HasSubstr("begin anew")), HasSubstr("not replayed, as by checkpoint.partial it goes on with another model.rope_theta")));
+  const PartialLoad found = partial_load({.folder = at("a", 2), .manifest = checkpoint::read_manifest(at("a", 2))}, settings(ddp2_, {"model.layers=2"}));
+  EXPECT_EQ(found.unread.size(), 9U);
+  EXPECT_THAT(found.fresh, IsEmpty());
+}
+
 TEST_F(Runs, MuonsGroupsMayNameTheOptimizerThatAParameterHasAlready) {
   run_into("a", 2, {"optim.name=muon"});
   const auto go_on = [&](int64_t last, const std::string& groups) {
@@ -458,6 +478,11 @@ TEST_F(Runs, APartOfACheckpointKeepsTheScaleOfItsAdaptersAndTheFormatOfItsWeight
   refused("b", {others, fewer, "run.device=cpu", "quantize.block=32"}, "quantize.block = 32");
   refused("b", {anew, "run.device=cpu"}, "quantize.modules = ");
   EXPECT_NO_THROW(from("a", {anew, "lora.alpha=8", "lora.rank=3"}));
+  const auto on_others = [&](const std::string& others_too) {  // layers whose adapters the checkpoint lacks
+    run_into("d", 3, {anew, "lora.alpha=8", "lora.modules=layers.*.feed_forward.*" + others_too, "checkpoint.resume=" + at("a", 2)});
+  };
+  EXPECT_THAT(([&] { on_others(", layers.0.attention.wq"); }), ThrowsMessage<ConfigError>(HasSubstr("lora.alpha = 8.0"))) << "one of them fits";
+  EXPECT_NO_THROW(on_others(""));
 }
 
 TEST_F(Runs, AnotherFolderThanARunBeganWithIsSaid) {

@@ -62,10 +62,15 @@ struct Names {
   std::string rank, size, local_rank, local_size;
 };
 
+std::string told_by(const Variables& variables, const std::string& rank, const std::string& size) {
+  return detail::concat(rank, " = ", variables.text(rank), " and ", size, " = ", variables.text(size));
+}
+
 Environment read_ranks(const Variables& variables, const Names& names, Launcher launcher) {
   Environment environment{.launched = true, .launcher = launcher};
   environment.size = variables.count(names.size);
   environment.rank = variables.index(names.rank, names.size, environment.size);
+  environment.told_by = told_by(variables, names.rank, names.size);
   environment.local_size = variables.has(names.local_size) ? variables.part(names.local_size, names.size, environment.size) : environment.size;
   environment.local_rank =
       variables.has(names.local_rank) ? variables.index(names.local_rank, names.local_size, environment.local_size) : environment.rank % environment.local_size;
@@ -172,6 +177,9 @@ Environment read_srun(const Variables& variables) {
   environment.size = variables.count(size_name);
   environment.rank = variables.index("SLURM_PROCID", size_name, environment.size);
   if (environment.size == 1) return {};  // a shell in an allocation looks the same
+  environment.told_by = told_by(variables, "SLURM_PROCID", size_name);
+  if (!variables.has("SLURM_STEP_ID") && !variables.has("SLURM_STEPID"))
+    environment.told_by += ", which look like those of a batch script without srun, as SLURM_STEP_ID is not set: start it by srun, or unset SLURM_PROCID";
 
   const auto list_name = variables.first({"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"});
   const auto nodes = variables.has(list_name) ? expand_nodes(variables.text(list_name), list_name) : std::vector<std::string>();

@@ -148,8 +148,9 @@ class Rendezvous {
   // Once, long before the deadline: somebody who started one rank of several by mistake would look at nothing for minutes.
   void say_that_we_wait(const std::string& for_whom) {
     if (std::exchange(said_, true)) return;
-    log().warn("rank {} of {} has waited {} for {}; it goes on until comm.timeout_s. Were all ranks started, with the same WORLD_SIZE and address?",
-               environment_.rank, environment_.size, seconds_since(start_), for_whom);
+    const std::string who = environment_.told_by.empty() ? "" : detail::concat(" It is one of ", environment_.size, " by ", environment_.told_by, ".");
+    log().warn("rank {} of {} has waited {} for {}; it goes on until comm.timeout_s.{} Were all ranks started, as so many and with the same address?",
+               environment_.rank, environment_.size, seconds_since(start_), for_whom, who);
   }
   bool waits_long() const { return Clock::now() >= patient_until_; }
 
