@@ -39,6 +39,7 @@ struct ExportOptions {
 
 struct Exported {
   int64_t tensors = 0, files = 0, bytes = 0;
+  std::vector<std::string> remarks{};  ///< what whoever uses it should know
 };
 
 /// Writes the weights of a checkpoint, saved in any layout, as a Hugging Face model: config.json and model.safetensors, or where that would exceed

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/isfinite.h>
 #include <c10/core/GradMode.h>
@@ -84,23 +83,49 @@ std::string peft_name(const PeftNames& names, const std::string& ours) {
   return "base_model.model." + theirs->second + (which == nn::kLoraA ? ".lora_A.weight" : ".lora_B.weight");
 }
 
+/// How `file` was rounded to become `saved`, which is not the file's own rounding to what it is stored as: a run rounds what it reads to its precision.params,
+/// and what went on from it may have had another. Nothing where it holds other numbers.
+std::optional<std::string> rounding_between(const at::Tensor& file, const at::Tensor& saved) {
+  const std::vector<std::pair<std::string, std::vector<at::ScalarType>>> ways{{"bf16", {at::kBFloat16}},
+                                                                              {"fp16", {at::kHalf}},
+                                                                              {"fp16 and then to bf16", {at::kHalf, at::kBFloat16}},
+                                                                              {"bf16 and then to fp16", {at::kBFloat16, at::kHalf}}};
+  for (const auto& [name, formats] : ways) {
+    at::Tensor rounded = file;
+    for (const at::ScalarType format : formats) rounded = rounded.to(format);
+    if (at::equal(saved, rounded.to(saved.scalar_type()))) return name;
+  }
+  return std::nullopt;
+}
+
 /// PEFT loads adapters beside what lies in the folder that they name: what else they were trained beside is not written with them. Weights that the checkpoint
-/// does not hold are for the caller to know. Memory: one tensor, twice.
-void check_base(const fs::path& checkpoint, const ModelConfig& model, const Manifest& manifest, StoredSlices& stored) {
+/// does not hold are for the caller to know. Returns a remark where it was rounded, and the checkpoint holds that in a wider format. Memory: one tensor,
+/// twice, and where it was rounded four times.
+std::optional<std::string> check_base(const fs::path& checkpoint, const ModelConfig& model, const Manifest& manifest, StoredSlices& stored) {
   const auto table = hugging_face_table(model).value();
   std::set<std::string> compared;
+  std::optional<std::string> remark;
   for (const auto& row : table) {
     const std::string name = "model." + row.ours;
     const auto found = manifest.tensors.find(name);
     if (found == manifest.tensors.end() || !compared.insert(name).second) continue;
     const auto& shape = found->second.shape;
     const at::Tensor saved = at::empty(shape, at::device(at::kCPU).dtype(dtype_from_name(found->second.dtype)));
-    const at::Tensor there = at::empty_like(saved);
+    const auto read_as = [&](at::ScalarType dtype) {
+      const at::Tensor there = at::empty(shape, at::device(at::kCPU).dtype(dtype));
+      load_hugging_face(model.from_hf, model, {{there, Slice::whole(row.ours, shape)}});
+      return there;
+    };
     stored.fill(saved, Slice::whole(name, shape));
-    load_hugging_face(model.from_hf, model, {{there, Slice::whole(row.ours, shape)}});
-    require(at::equal(saved, there), "model.from_hf = ", model.from_hf, ": its ", row.theirs, " is not what the adapters of ", checkpoint.string(),
+    if (at::equal(saved, read_as(saved.scalar_type()))) continue;
+    const auto rounding = rounding_between(read_as(at::kFloat), saved);
+    require(rounding.has_value(), "model.from_hf = ", model.from_hf, ": its ", row.theirs, " is not what the adapters of ", checkpoint.string(),
             " were trained beside; put back what lay there, or name the folder where it is (--set model.from_hf=DIR)");
+    if (remark) continue;
+    remark = detail::concat("model.from_hf = ", model.from_hf, ": the adapters were trained beside its weights as precision.params had rounded them, to ",
+                            *rounding, " (", row.theirs, " is one); load them so for the model that was trained");
   }
+  return remark;
 }
 
 nlohmann::json peft_config(const PeftNames& names, const std::set<std::string>& paths, const ModelConfig& model, const LoraConfig& lora) {
@@ -224,12 +249,13 @@ Exported export_peft(const fs::path& checkpoint, const ModelConfig& model, const
 
   const c10::NoGradGuard no_grad;
   StoredSlices stored(checkpoint, manifest, /*verify=*/true, refuse_beyond_dtype);
-  if (!model.from_hf.empty()) check_base(checkpoint, model, manifest, stored);
+  const auto remark = model.from_hf.empty() ? std::nullopt : check_base(checkpoint, model, manifest, stored);
   UnfinishedFolder folder(out);
   std::vector<TensorSpec> specs;
   for (const auto& [name, spec] : adapters) specs.push_back(spec);
   SafetensorsWriter writer(folder.path() / kPeftWeights, specs, {{"format", "pt"}});
   Exported exported{.tensors = static_cast<int64_t>(adapters.size()), .files = 1};
+  if (remark) exported.remarks.push_back(*remark);
   for (const auto& [name, spec] : adapters) {
     const at::Tensor tensor = at::empty(spec.shape, at::device(at::kCPU).dtype(spec.dtype));
     fill_fullest(stored, manifest, tensor, Slice::whole(name, spec.shape), spec.dtype, refuse_beyond_dtype, checkpoint.string());

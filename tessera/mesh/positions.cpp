@@ -19,4 +19,12 @@ std::vector<int> ranks_along(const MeshShape& shape, const std::vector<std::stri
   return positions;
 }
 
+std::vector<std::string> axes_beside(const std::vector<std::string>& axes, const MeshShape& shape) {
+  std::vector<std::string> others;
+  for (const auto& [axis, size] : shape) {
+    if (std::ranges::find(axes, axis) == axes.end()) others.push_back(axis);
+  }
+  return others;
+}
+
 }  // namespace tessera

@@ -31,14 +31,6 @@ std::vector<std::string> axes_of(const std::string& group, const MeshShape& shap
   return all;
 }
 
-std::vector<std::string> others_of(const std::vector<std::string>& axes, const MeshShape& shape) {
-  std::vector<std::string> others;
-  for (const auto& [axis, size] : shape) {
-    if (std::ranges::find(axes, axis) == axes.end()) others.push_back(axis);
-  }
-  return others;
-}
-
 template <class Map>
 typename Map::mapped_type found_or_empty(const Map& map, const typename Map::key_type& key) {
   const auto found = map.find(key);
@@ -139,11 +131,11 @@ std::pair<std::vector<int>, std::vector<int>> Agreement::places_and_rows(const s
   const std::vector<std::string> names = axes_in(group);
   if (!are_axes(names, into_)) {
     const auto axes = axes_of(group, shape_);
-    return {ranks_along(shape_, axes), ranks_along(shape_, others_of(axes, shape_))};
+    return {ranks_along(shape_, axes), ranks_along(shape_, axes_beside(axes, shape_))};
   }
   // Its ranks are those of `over_`, whose number there tells the place on the other grid.
-  const std::vector<int> within = ranks_along(into_, names), beside = ranks_along(into_, others_of(names, into_));
-  std::vector<int> place = ranks_along(shape_, over_), row = ranks_along(shape_, others_of(over_, shape_));
+  const std::vector<int> within = ranks_along(into_, names), beside = ranks_along(into_, axes_beside(names, into_));
+  std::vector<int> place = ranks_along(shape_, over_), row = ranks_along(shape_, axes_beside(over_, shape_));
   for (size_t rank = 0; rank < place.size(); ++rank) {
     const auto number = static_cast<size_t>(place[rank]);
     place[rank] = within[number];

@@ -35,13 +35,10 @@ bool alike(const pipeline::Message& x, const std::vector<int>& a, const pipeline
 }  // namespace
 
 StageKinds::StageKinds(const PipelinePlan& pipeline, const MeshShape& shape, const Axes& stages)
-    : pipeline_(pipeline), last_(size_along(shape, stages) - 1), stage_(ranks_along(shape, stages.names)) {
-  std::vector<std::string> others;
-  for (const auto& [axis, size] : shape) {
-    if (std::ranges::find(stages.names, axis) == stages.names.end()) others.push_back(axis);
-  }
-  beside_ = ranks_along(shape, others);
-}
+    : pipeline_(pipeline),
+      last_(size_along(shape, stages) - 1),
+      stage_(ranks_along(shape, stages.names)),
+      beside_(ranks_along(shape, axes_beside(stages.names, shape))) {}
 
 std::optional<StageKind> StageKinds::operator()(int rank) const {
   const int stage = pipeline_rank(rank);

@@ -29,7 +29,7 @@ std::optional<double> seconds_of(const DryRun& run) { return run.time ? std::opt
 Unknowns unknowns_of(const Config& config, int world) {
   const bool dealt = config.model.experts > 0 && deals_experts(config, mesh_shape(config.mesh, config.zero.stage, world));
   // Between ranks that each hold a part of every expert no row travels that a capacity drops.
-  const bool dropped = config.mesh.expert_tp > 1 && config.moe.capacity_factor > 0 && config.model.router != "expert_choice";
+  const bool dropped = config.mesh.expert_tp > 1 && config.moe.capacity_factor > 0 && !experts_have_alike(config.model);
   const bool documents = config.data.documents != "none";  // and padding, which decides where experts have alike
   return {.documents = documents, .routers = dealt && ((config.mesh.ep > 1 && (!experts_have_alike(config.model) || documents)) || dropped)};
 }

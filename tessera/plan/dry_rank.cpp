@@ -8,7 +8,6 @@
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
-#include "tessera/config/expert_rules.h"
 #include "tessera/data/loader.h"
 #include "tessera/layout/slice.h"
 #include "tessera/memory/memory_events.h"
@@ -21,6 +20,7 @@
 #include "tessera/plan/alike_stages.h"
 #include "tessera/plan/caching_allocator.h"
 #include "tessera/plan/cpu_memory.h"
+#include "tessera/plan/dry_routing.h"
 #include "tessera/plan/operator_time.h"
 #include "tessera/plan/rehearsal.h"
 #include "tessera/plan/stand_ins.h"
@@ -222,25 +222,6 @@ class StepsReader {
   int64_t peak_ = -1;
 };
 
-experts::DryRouting routing_of(const Config& config, const DryRunOptions& options, const Mesh& mesh, const data::LoaderOptions& loader) {
-  experts::DryRouting routing{.load = options.routed,
-                              .alike = experts_have_alike(config.model),
-                              .per_token = std::max<int64_t>(1, config.model.experts_per_token),
-                              .capacity_factor = config.moe.capacity_factor};
-  const MeshRoles roles = mesh_roles(config);
-  const int layers = mesh.size(roles.layers);
-  const bool apart = config.tensor.sequence_parallel && layers > 1;  // ranks that share layers route other positions each
-  if (loader.columns.cut() || apart) {
-    const data::MicroBatch micro = data::dry_batch(loader, 1, at::kMeta).micro_batches.front();
-    routing.tokens = [=, rows = micro.rows, all = micro.seq_len, cut = micro.cut](int world_rank) {
-      const int64_t own = cut ? cut->columns(mesh.rank(world_rank, roles.columns)) : all;
-      return rows * (apart ? chunk(own, layers, mesh.rank(world_rank, roles.layers)).second : own);
-    };
-  }
-  routing.part = [=](int world_rank) { return mesh.rank(world_rank, roles.layers); };
-  return routing;
-}
-
 void name_stand_ins(RankClass& ranks, const std::set<std::string>& stood_in) {
   for (GuessedOperator& guess : ranks.guessed) guess.has_meta_kernel = !stood_in.contains(guess.name);
 }
@@ -292,7 +273,7 @@ RankRun run_rank(const DryPlan& dry, int rank, const std::vector<int>& alike, co
   data::LoaderOptions loader = loader_options(config, mesh);
   loader.dry_documents = options.documents;
   const nn::DryDocuments documents(loader.packed ? data::dry_documents(loader) : std::vector<int64_t>());
-  const experts::DryRoutingScope routing(routing_of(config, options, mesh, loader));
+  const experts::DryRoutingScope routing(dry_routing(config, options.routed, mesh, loader));
   progress.steps = kDrySteps;
   RankClass known;
   for (const auto& p : stepper.run().parameters) known.parameters += p.tensor.numel();

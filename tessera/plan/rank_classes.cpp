@@ -1,9 +1,11 @@
 #include "tessera/plan/rank_classes.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <tuple>
 
 #include "tessera/comm/backends/record.h"
@@ -16,11 +18,13 @@
 #include "tessera/mesh/roles.h"
 #include "tessera/nn/attention_tiles.h"
 #include "tessera/nn/dry_documents.h"
+#include "tessera/plan/dry_routing.h"
 #include "tessera/train/compose.h"
 
 // A dry run of each rank of a large world would repeat the same step with other peers. What can differ between ranks is little and is known beforehand: the
-// share of micro-batches, the role in the tree, the rank in tensor parallelism, the part of a sequence in context parallelism, the elements of the shards. The
-// last would make nearly every rank a class of its own for a few rows' difference; beyond 8 ranks the one that holds most stands for the others.
+// share of micro-batches, the role in the tree, the rank in tensor parallelism, the part of a sequence in context parallelism, the rows of the experts, the
+// elements of the shards. The last would make nearly every rank a class of its own for a few rows' difference; beyond 8 ranks the one that holds most stands
+// for the others. What experts get may be all or nothing, and may be many amounts: of those that are near each other the most stands for all.
 
 namespace tessera::plan {
 
@@ -28,6 +32,7 @@ namespace {
 
 using Elements = std::vector<int64_t>;
 
+constexpr int kNearRows = 16;        // amounts of rows less than this part of the most apart are one, so that there are 17 at the most
 constexpr int kWeighedRanks = 4096;  // of a larger sharding group, those after them hold as much, give or take a row
 
 // By data rank, what it does in the deterministic tree, peers left out: the levels it keeps, and in which order it adds, sends and receives.
@@ -73,6 +78,7 @@ struct RankTraits {
   int column_kind;            ///< column_kinds()
   std::vector<int64_t> role;  ///< in the deterministic tree; empty without one
   Elements elements;          ///< that it holds of what is sharded; empty where that makes no class
+  int64_t rows;               ///< of its experts; what stands for them
 
   auto operator<=>(const RankTraits&) const = default;
 };
@@ -156,9 +162,22 @@ std::vector<int> column_kinds(const Config& config, int ranks, int64_t documents
   return kinds;
 }
 
+/// Each amount, or where it is no class of its own the largest that is near it.
+std::map<int64_t, int64_t> stand_ins_of(const std::vector<int64_t>& amounts, bool apart) {
+  const std::set<int64_t, std::greater<>> all(amounts.begin(), amounts.end());
+  std::map<int64_t, int64_t> stand_ins;
+  int64_t stands = 0;
+  for (const int64_t amount : all) {
+    const bool near = !stand_ins.empty() && (stands - amount) * kNearRows < *all.begin();
+    if (apart || !near) stands = amount;
+    stand_ins[amount] = stands;
+  }
+  return stand_ins;
+}
+
 }  // namespace
 
-std::vector<std::vector<int>> rank_classes(const Config& config, int world_size, int exact_ranks, int64_t documents) {
+std::vector<std::vector<int>> rank_classes(const Config& config, int world_size, int exact_ranks, int64_t documents, experts::DryLoad routed) {
   const auto recorder = std::make_shared<comm::Recorder>();
   const auto world = comm::World::dry(world_size, 0, recorder, comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
@@ -184,6 +203,9 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size,
   const int sources = deals_experts_over_replicas(config, shape) ? config.mesh.ep * config.mesh.expert_tp : 1;
   const auto roles = config.run.deterministic ? tree_roles(micro_batches, data_ranks, sources) : std::vector<std::vector<int64_t>>{};
   const std::vector<int> parts = column_kinds(config, mesh.size(axes.columns), documents, apart);
+  const std::vector<int64_t> dealt = dealt_rows(config, mesh, routed, documents);
+  const auto rows_of = [&](int rank) { return dealt.empty() ? 0 : dealt[static_cast<size_t>(rank)]; };
+  const std::map<int64_t, int64_t> stand_ins = stand_ins_of(dealt, apart);
   // What tp cuts need not be equal, so each of its ranks is a class of its own, where there are few or they differ; so is each stage. Parts of a sequence are
   // one where their shapes are.
   const bool alike = !apart && even;
@@ -195,19 +217,20 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size,
             .tensor_rank = alike ? 0 : tp[r],
             .column_kind = parts[static_cast<size_t>(columns[r])],
             .role = roles.empty() ? std::vector<int64_t>() : roles[static_cast<size_t>(data[r])],
-            .elements = held.of_each.empty() ? Elements() : held.of_each[static_cast<size_t>(shard[r])]};
+            .elements = held.of_each.empty() ? Elements() : held.of_each[static_cast<size_t>(shard[r])],
+            .rows = dealt.empty() ? 0 : stand_ins.at(rows_of(rank))};
   };
   std::map<RankTraits, std::vector<int>> classes;
   for (int rank = 0; rank < world_size; ++rank) classes[traits_of(rank)].push_back(rank);
   std::vector<std::vector<int>> result;
   for (auto& [traits, ranks] : classes) result.push_back(std::move(ranks));
   std::ranges::sort(result);
-  const auto total = [&](int rank) {
+  const auto most = [&](int rank) {
     const auto shard_rank = static_cast<size_t>(shard[static_cast<size_t>(rank)]);
     const Held& held = held_by(rank);
-    return shard_rank < held.total.size() ? held.total[shard_rank] : 0;
+    return std::pair(rows_of(rank), shard_rank < held.total.size() ? held.total[shard_rank] : 0);
   };
-  for (auto& ranks : result) std::iter_swap(ranks.begin(), std::ranges::max_element(ranks, {}, total));
+  for (auto& ranks : result) std::iter_swap(ranks.begin(), std::ranges::max_element(ranks, {}, most));
   return result;
 }
 

@@ -3,6 +3,7 @@
 #include "tessera/checkpoint/peft.h"
 
 #include <fstream>
+#include <functional>
 #include <iterator>
 
 #include <ATen/ops/mm.h>
@@ -256,8 +257,40 @@ TEST_F(Peft, NameAFolderOnceItHoldsWhatTheyWereTrainedBeside) {
                                                 HasSubstr("--set model.from_hf=DIR"))));
   EXPECT_FALSE(fs::exists(folder_ / "peft"));
   model_.from_hf = (folder_ / "base").string();
-  export_peft(saved, model_, lora_, folder_ / "peft");
+  EXPECT_TRUE(export_peft(saved, model_, lora_, folder_ / "peft").remarks.empty());
   EXPECT_EQ(read_json(folder_ / "peft" / "adapter_config.json").at("base_model_name_or_path"), model_.from_hf);
+}
+
+/// As runs leave it whose precision.params became wider on the way.
+TEST_F(Peft, NameAFolderOfWhichARoundingWasTrainedBeside) {
+  draw("llama", {"attention.wq"});
+  const auto all = weights_;
+  std::erase_if(weights_, [](const auto& each) { return each.first.find(".lora_") != std::string::npos; });
+  const fs::path whole = save_by(1);
+  export_hugging_face(whole, model_, folder_ / "base");
+  fs::remove_all(whole);
+  model_.from_hf = (folder_ / "base").string();
+  const auto remarks_where = [&](const std::function<at::Tensor(const at::Tensor&)>& rounded, const std::string& out) {
+    weights_ = all;
+    for (auto& [name, weight] : weights_) weight = name.find(".lora_") == std::string::npos ? rounded(weight) : weight;
+    const fs::path saved = save_by(1);
+    const auto exported = export_peft(saved, model_, lora_, folder_ / out);
+    fs::remove_all(saved);
+    EXPECT_EQ(read_json(folder_ / out / "adapter_config.json").at("base_model_name_or_path"), model_.from_hf);
+    return exported.remarks;
+  };
+  using testing::ElementsAre;
+  EXPECT_THAT(remarks_where([](const at::Tensor& weight) { return weight.to(at::kBFloat16).to(at::kFloat); }, "bf16"),
+              ElementsAre(HasSubstr("as precision.params had rounded them, to bf16 (")));
+  EXPECT_THAT(remarks_where([](const at::Tensor& weight) { return weight.to(at::kHalf).to(at::kFloat); }, "fp16"),
+              ElementsAre(HasSubstr("as precision.params had rounded them, to fp16 (")));
+  EXPECT_THAT(remarks_where([](const at::Tensor& weight) { return weight.to(at::kHalf).to(at::kBFloat16); }, "stored as bf16"),
+              ElementsAre(HasSubstr("as precision.params had rounded them, to fp16 (")));
+  EXPECT_THAT(remarks_where([](const at::Tensor& weight) { return weight.to(at::kHalf).to(at::kBFloat16).to(at::kFloat); }, "both"),
+              ElementsAre(HasSubstr("as precision.params had rounded them, to fp16 and then to bf16 (")));
+  EXPECT_THAT(remarks_where([](const at::Tensor& weight) { return weight.to(at::kBFloat16); }, "as stored"), testing::IsEmpty());
+  EXPECT_THAT([&] { remarks_where([](const at::Tensor& weight) { return weight.to(at::kBFloat16).to(at::kFloat) * 1.0001; }, "other"); },
+              ThrowsMessage<ConfigError>(HasSubstr("is not what the adapters of")));
 }
 
 }  // namespace

@@ -20,6 +20,7 @@ TEST(Positions, AreTheMeshsOwnRanks) {
   }
   EXPECT_EQ(ranks_along(shape, {}), std::vector<int>(24, 0));
   EXPECT_THROW(ranks_along(shape, {"cp"}), InternalError);
+  EXPECT_EQ(axes_beside({"dp_shard"}, shape), (std::vector<std::string>{"dp_replicate", "tp"}));
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/models/flops.h"
+#include "tessera/plan/bounds.h"
 #include "tessera/plan/device.h"
 #include "tessera/plan/machine.h"
 #include "tessera/plan/presets.h"
@@ -167,6 +168,7 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWhereExpertsHaveAlike) {
       {4, {"mesh.tp=4", "mesh.ep=2", "mesh.expert_tp=2", chooses}},
       {4, {"mesh.tp=2", "mesh.dp_shard=2", "zero.stage=1", "mesh.ep=4", chooses}},
       {4, {"mesh.tp=4", "mesh.ep=2", all, "moe.capacity_factor=0.4"}},
+      {2, {"mesh.expert_tp=2", "mesh.dp_shard=2", "zero.stage=1", all, "moe.capacity_factor=0.5"}},
       {4, {"mesh.tp=4", "mesh.ep=2", all, "tensor.sequence_parallel=true"}},
       {4, {"mesh.tp=2", "mesh.cp=2", "zero.stage=1", "mesh.ep=2", all}},
       {3,
@@ -180,6 +182,7 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWhereExpertsHaveAlike) {
     const Config alike = config("mixtral", here);
     expect_real_peak(alike, world);
     if (alike.data.documents != "none") continue;  // what is padding is not known
+    EXPECT_FALSE(plan::unknowns_of(alike, world).any());
     const auto even = plan::dry_run(alike, world).ranks;
     for (const auto asked : {experts::DryLoad::Fewest, experts::DryLoad::Most}) {
       const auto bound = plan::dry_run(alike, world, {.routed = asked}).ranks;

@@ -8,6 +8,8 @@
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/world.h"
+#include "tessera/plan/bounds.h"
+#include "tessera/plan/dry_routing.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/train/compose.h"
 #include "tests/train/fixture.h"
@@ -82,6 +84,58 @@ TEST_F(RankClassesTest, PartsOfASequenceAreOneClassWhereTheirShapesAre) {
     const Config many = config("llama", {"mesh.cp=16", "data.seq_len=64", "batch.micro_size=1", "batch.global_size=1", "context.method=" + method});
     EXPECT_EQ(plan::rank_classes(many, 16).size(), 2U);
   }
+}
+
+/// Where ranks route a part each of the tokens that they share, and experts lie with ranks of few such parts, some of these get all rows, and others none.
+/// Which rank holds a few elements more says nothing of that. Of ranks that get nearly as many the one with most is run.
+TEST_F(RankClassesTest, OfRanksWhoseExpertsGetOtherRowsTheFullestIsRun) {
+  const std::string tp_first = R"(mesh.order=["tp","dp_replicate","dp_shard","pp","cp"])", chooses = "model.router=expert_choice";
+  struct Case {
+    int world;
+    size_t classes;
+    std::vector<std::string> sets;
+  };
+  const std::vector<Case> cases{
+      {20, 2, {"mesh.tp=4", "mesh.dp_shard=5", "mesh.ep=2", "zero.stage=3", "model.experts=2", "model.vocab_size=300", chooses}},
+      {20, 2, {"mesh.tp=4", "mesh.dp_shard=5", "mesh.ep=2", "zero.stage=3", "model.experts=6", "model.vocab_size=260", chooses, tp_first}},
+      {10, 3, {"mesh.tp=2", "mesh.dp_shard=5", "mesh.ep=2", "zero.stage=3", "model.experts=6", "model.ffn_dim=52", "model.vocab_size=260", chooses, tp_first}},
+      {10, 3, {"mesh.tp=2", "mesh.dp_shard=5", "mesh.ep=2", "zero.stage=2", "zero.bucket_bytes=3000", "model.vocab_size=268", chooses, tp_first}},
+      {12, 2, {"mesh.tp=4", "mesh.ep=2", "model.experts=6", "model.vocab_size=260", chooses}},
+      {16, 1, {"mesh.tp=2", "mesh.dp_shard=8", "mesh.ep=4", "zero.stage=1", "model.vocab_size=260", chooses}},
+      {16, 1, {"mesh.tp=2", "mesh.dp_shard=8", "mesh.ep=2", "zero.stage=3", "model.vocab_size=260", "tensor.sequence_parallel=true"}},
+  };
+  for (const auto& [world, classes, sets] : cases) {
+    SCOPED_TRACE(::testing::PrintToString(sets));
+    std::vector<std::string> all{"model.experts=4", "batch.global_size=" + std::to_string(2 * world), "run.threads=1", "run.steps=3", "comm.backend=shm"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    const Config dealt = config("mixtral", all);
+    const Mesh mesh(comm::World::dry(world, 0, std::make_shared<comm::Recorder>()), mesh_shape(dealt.mesh, dealt.zero.stage, world));
+    const std::vector<int64_t> rows = plan::dealt_rows(dealt, mesh, experts::DryLoad::Even, 1);
+    const auto found = plan::rank_classes(dealt, world);
+    EXPECT_EQ(found.size(), classes) << ::testing::PrintToString(found);
+    for (const auto& ranks : found) {
+      for (const int rank : ranks) EXPECT_GE(rows.at(static_cast<size_t>(ranks.front())), rows.at(static_cast<size_t>(rank))) << rank;
+    }
+    if (plan::unknowns_of(dealt, world).any()) continue;
+    const auto peaks = train(dealt, world).peak_of_rank;
+    EXPECT_EQ(total_of(plan::largest_class(plan::dry_run(dealt, world)).peak_bytes), *std::ranges::max_element(peaks)) << ::testing::PrintToString(peaks);
+  }
+}
+
+/// However many places experts lie at, and however uneven the rows are that come to them.
+TEST_F(RankClassesTest, ManyExpertsAreFewClasses) {
+  const auto classes = [&](std::vector<std::string> sets) {
+    sets.insert(sets.end(), {"mesh.tp=8", "zero.stage=3", "model.experts=64", "model.heads=8", "model.dim=64", "model.vocab_size=264", "model.layers=1",
+                             "batch.micro_size=1", "batch.global_size=2048"});
+    return plan::rank_classes(config("mixtral", sets), 16384).size();
+  };
+  const std::string tp_first = R"(mesh.order=["tp","dp_replicate","dp_shard","pp","cp"])";
+  EXPECT_EQ(classes({"data.seq_len=1024", "mesh.ep=64", "model.experts_per_token=8"}), 1U)
+      << "each part of the tokens is as often among those that send to an expert";
+  EXPECT_EQ(classes({"data.seq_len=1024", "mesh.ep=64", "model.experts_per_token=8", tp_first}), 2U) << "all, or none";
+  const size_t uneven = classes({"data.seq_len=24", "mesh.ep=32", "model.experts_per_token=7", tp_first});
+  EXPECT_GE(uneven, 3U);
+  EXPECT_LE(uneven, 17U);
 }
 
 /// What is taken for granted of large worlds, shown of small ones, where each rank is run.
