@@ -12,6 +12,7 @@
 #include "tessera/config/limits.h"
 #include "tessera/config/offload_rules.h"
 #include "tessera/config/optim_groups.h"
+#include "tessera/config/patterns.h"
 #include "tessera/core/devices.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
@@ -350,6 +351,23 @@ CutSequence cut_sequence(const Config& config, bool columns) {
   return {.any = config.tensor.sequence_parallel, .by = "tensor.sequence_parallel", .without = "tensor.sequence_parallel = false"};
 }
 
+/// What updates a part of the experts by more than each element alone: "optim.name = muon", or "optim.groups = layers.*: name = muon"; empty if nothing does.
+std::string expert_update_beyond_elements(const Config& config) {
+  const std::vector<OptimGroup> groups = optim_groups(config.optim);
+  const auto is_by_element = [](const std::string& name) { return name == "adamw" || name == "sgd" || name == "lion"; };
+  for (int64_t layer = 0; layer < config.model.layers; ++layer) {
+    for (const char* weight : {"w1", "w2", "w3"}) {
+      const std::string name = detail::concat("layers.", layer, ".feed_forward.experts.", weight);
+      const auto group = std::ranges::find_if(groups, [&](const OptimGroup& each) { return named_by(each.pattern, name).has_value(); });
+      const OptimConfig& settings = group == groups.end() ? config.optim : group->settings;
+      if (is_by_element(settings.name)) continue;
+      const bool grouped = group != groups.end() && group->given.contains("name");
+      return (grouped ? "optim.groups = " + group->pattern + ": name = " : "optim.name = ") + settings.name;
+    }
+  }
+  return "";
+}
+
 void validate_mesh(const Config& config, const std::vector<std::pair<std::string, int>>& axes) {
   int64_t regrouped = 1;
   for (const auto& [axis, size] : axes) {
@@ -378,9 +396,10 @@ void validate_mesh(const Config& config, const std::vector<std::pair<std::string
   const bool over_replicas = config.run.deterministic && config.zero.stage == 0 && !tensor && !columns;
   validate_experts_over_ranks(config, config.zero.stage > 0 ? regrouped : size_along(over_replicas ? "dp_replicate" : "tp"), over_replicas);
   if (!over_replicas || config.mesh.ep * config.mesh.expert_tp == 1) return;
-  const std::string& optimizer = config.optim.name;
-  require(optimizer == "adamw" || optimizer == "sgd" || optimizer == "lion", "optim.name = ", optimizer, ": looks at more of a model than each element, and ",
-          "run.deterministic with experts over data ranks has no order for that; set optim.name = adamw, sgd or lion, or mesh.ep = 1 and mesh.expert_tp = 1");
+  const std::string update = expert_update_beyond_elements(config);
+  require(update.empty(), update, ": looks at more of an expert's weight than each element, and run.deterministic with experts over data ranks has no order ",
+          "for that; update experts by adamw, sgd or lion (optim.groups = [\"**.experts: name = adamw\"], before other groups), or set mesh.ep = 1 and ",
+          "mesh.expert_tp = 1");
 }
 
 }  // namespace

@@ -42,10 +42,10 @@ class TreeReduction::Impl {
         module_(module),
         group_(std::move(group)),
         options_(options),
-        parameters_(floating_parameters(module, options.only)),
+        parameters_(floating_parameters("TreeReduction", module, options.only)),
         late_(module, options.only),
         schedule_(make_tree_schedule(options.num_micro_batches, group_.size(), options.sources)),
-        used_(parameters_),
+        used_("TreeReduction", parameters_),
         protocol_("TreeReduction", self.holds(), nn::Turn(parameters_.front().name),
                   {.open = [this](bool plain) { open(plain); },
                    .begin_pass =
@@ -76,7 +76,7 @@ class TreeReduction::Impl {
         if (several()) show(i, source_at_hand(i));
       }));
       hooks_.add(dispatcher.listen([this, i](const at::Tensor&) {
-        require_summable(parameters_[i]);
+        require_summable("TreeReduction", parameters_[i]);
         if (!padding_) used_.mark(i);
       }));
     }

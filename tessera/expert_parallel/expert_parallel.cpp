@@ -5,6 +5,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/cumsum.h>
@@ -199,7 +200,7 @@ class Exchanged : public nn::Interceptor {
       moving = kernels::gather_rows(moving, copies);
     }
     moving = sent_to_experts(moving, exchange);
-    moving = apart_ ? computed_apart(moving, exchange.from, loads.arriving, next) : computed_together(moving, exchange, next);
+    moving = apart_ ? computed_apart(here, moving, exchange.from, loads.arriving, next) : computed_together(moving, exchange, next);
     moving = comm::differentiable::all_to_all(group_, moving, exchange.to, exchange.from);
     if (sharers_ > 1) moving = kernels::combine_rows(moving, at::ones({own, sharers_}, moving.options().dtype(at::kFloat).requires_grad(false)), copies);
     const bool padded = empty > 0 || (sizes == nn::DrySizes::Most && experts::dry_rows_may_drop());  // one row that drops costs a copy of all
@@ -212,10 +213,11 @@ class Exchanged : public nn::Interceptor {
   }
 
   /// `from` each rank come so many rows, of each expert `arriving`.
-  at::Tensor computed_apart(const at::Tensor& came, const std::vector<int64_t>& from, const std::vector<int64_t>& arriving, const nn::Next& next) const {
+  at::Tensor computed_apart(const nn::GroupedExpertsImpl& here, const at::Tensor& came, const std::vector<int64_t>& from, const std::vector<int64_t>& arriving,
+                            const nn::Next& next) const {
     const auto& later = nn::LeaveWeightGradients::current();
     const nn::LeaveWeightGradients leave(later ? later : std::make_shared<nn::WeightGradients>(nn::WeightGradients::When::AtOnce));
-    const std::vector<at::Tensor> rows = came.split_with_sizes(from);
+    const std::vector<at::Tensor> rows = (hides_sources(here, came) ? came.detach().requires_grad_() : came).split_with_sizes(from);
     std::vector<at::Tensor> results;
     auto counts = arriving.begin();
     for (size_t rank = 0; rank < rows.size(); ++rank) {
@@ -225,6 +227,12 @@ class Exchanged : public nn::Interceptor {
       counts = end;
     }
     return at::cat(results);
+  }
+
+  /// A weight's gradient is told whose rows it is of by a product that leaves it for later (nn/weight_gradients.h), and only one whose rows have a gradient
+  /// does. Where nothing before the experts learns, rows have none.
+  static bool hides_sources(const nn::GroupedExpertsImpl& here, const at::Tensor& came) {
+    return at::GradMode::is_enabled() && !came.requires_grad() && (here.w1.requires_grad() || here.w2.requires_grad() || here.w3.requires_grad());
   }
 
   /// While the rows are on their way, what waits for nothing is computed; and so it is in backward, when their gradients come back.

@@ -8,6 +8,7 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include "tessera/config/config.h"
+#include "tessera/config/patterns.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"
@@ -87,50 +88,6 @@ Attachment attach(torch::nn::Module& root, const std::string& pattern, const Int
 
 namespace {
 
-std::vector<std::string_view> components(std::string_view path) {
-  std::vector<std::string_view> parts;
-  if (path.empty()) return parts;
-  for (size_t begin = 0;;) {
-    const size_t dot = path.find('.', begin);
-    parts.push_back(path.substr(begin, dot - begin));
-    if (dot == std::string_view::npos) return parts;
-    begin = dot + 1;
-  }
-}
-
-bool component_matches(std::string_view pattern, std::string_view text) {
-  // Greedy with one place to go back to: the last '*' and how much of the text it has taken so far.
-  size_t p = 0, t = 0, star = std::string_view::npos, taken = 0;
-  while (t < text.size()) {
-    if (p < pattern.size() && pattern[p] == '*') {
-      star = p++;
-      taken = t;
-    } else if (p < pattern.size() && pattern[p] == text[t]) {
-      ++p;
-      ++t;
-    } else if (star != std::string_view::npos) {
-      p = star + 1;
-      t = ++taken;
-    } else {
-      return false;
-    }
-  }
-  return pattern.find_first_not_of('*', p) == std::string_view::npos;
-}
-
-bool path_matches(const std::vector<std::string_view>& pattern, size_t p, const std::vector<std::string_view>& path, size_t t) {
-  for (; p < pattern.size(); ++p, ++t) {
-    if (pattern[p] == "**") {
-      for (size_t skip = t; skip <= path.size(); ++skip) {
-        if (path_matches(pattern, p + 1, path, skip)) return true;
-      }
-      return false;
-    }
-    if (t == path.size() || !component_matches(pattern[p], path[t])) return false;
-  }
-  return t == path.size();
-}
-
 /// Shared modules and tied tensors have the name of their first use.
 struct PathWalk {
   std::unordered_set<const void*> seen;
@@ -152,7 +109,7 @@ struct PathWalk {
 
 }  // namespace
 
-bool matches(std::string_view pattern, std::string_view path) { return path_matches(components(pattern), 0, components(path), 0); }
+bool matches(std::string_view pattern, std::string_view path) { return path_matches(pattern, path); }
 
 namespace {
 
@@ -176,7 +133,7 @@ void match_below(const torch::nn::Module& module, const std::string& path, const
 std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules_matching(torch::nn::Module& root, const std::string& pattern) {
   if (pattern.empty()) return {{"", share(root)}};
   MatchedModules matched;
-  const auto parts = components(pattern);
+  const auto parts = components_of(pattern);
   if (std::ranges::find(parts, "**") == parts.end()) {
     match_below(root, "", parts, 0, matched);
   } else {

@@ -4,8 +4,8 @@
 #include <map>
 #include <set>
 
+#include "tessera/config/patterns.h"
 #include "tessera/core/error.h"
-#include "tessera/nn/paths_to.h"
 
 namespace tessera::optim {
 
@@ -37,7 +37,7 @@ ParameterGroup& group_of(std::vector<ParameterGroup>& groups, double weight_deca
 
 }  // namespace
 
-bool is_of(const OptimGroup& group, const std::string& name) { return nn::named_by(group.pattern, name).has_value(); }
+bool is_of(const OptimGroup& group, const std::string& name) { return named_by(group.pattern, name).has_value(); }
 
 namespace {
 
@@ -96,7 +96,7 @@ void check_groups(const OptimConfig& config, const std::vector<nn::NamedParamete
   std::vector<size_t> matched(groups.size()), taken(groups.size());
   std::set<std::string> known;
   for (const auto& name : names) {
-    for (auto& path : nn::paths_to(name)) known.insert(std::move(path));
+    for (auto& path : paths_to(name)) known.insert(std::move(path));
     bool first = true;
     for (size_t i = 0; i < groups.size(); ++i) {
       if (!is_of(groups[i], name)) continue;

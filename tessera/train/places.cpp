@@ -9,10 +9,10 @@
 #include <utility>
 
 #include "tessera/config/optim_groups.h"
+#include "tessera/config/patterns.h"
 #include "tessera/core/error.h"
 #include "tessera/models/model.h"
 #include "tessera/nn/meta.h"
-#include "tessera/nn/paths_to.h"
 #include "tessera/offload/mapped_file.h"
 #include "tessera/optim/adam8bit.h"
 #include "tessera/optim/groups.h"
@@ -29,8 +29,8 @@ WaitingPlace place_named(const std::string& name) { return name == "disk" ? Wait
 using Closeness = std::pair<size_t, int64_t>;
 
 std::optional<Closeness> closeness(const std::string& pattern, const nn::NamedParameter& parameter) {
-  std::optional<size_t> depth = nn::named_by(pattern, parameter.name);
-  for (const std::string& alias : parameter.aliases) depth = std::max(depth, nn::named_by(pattern, alias));
+  std::optional<size_t> depth = named_by(pattern, parameter.name);
+  for (const std::string& alias : parameter.aliases) depth = std::max(depth, named_by(pattern, alias));
   if (!depth) return std::nullopt;
   return Closeness{*depth, -std::ranges::count(pattern, '*')};
 }
@@ -59,8 +59,8 @@ ByPattern narrowed(const char* key, const ByPattern& places, double fraction, co
   if (places.by_pattern.empty()) return places;
   std::map<std::string, std::vector<std::string>> modules;  // by pattern
   const auto module_of = [&](const NamedPlace& named, const nn::NamedParameter& parameter) {
-    for (const std::string& path : nn::paths_to(parameter.name)) {
-      if (nn::matches(named.first, path)) return path;
+    for (const std::string& path : paths_to(parameter.name)) {
+      if (path_matches(named.first, path)) return path;
     }
     return parameter.name;  // it is named by an alias
   };
@@ -95,7 +95,7 @@ void check_places(const char* key, const ByPattern& places, const std::vector<nn
     if (std::ranges::any_of(parameters, names)) continue;
     std::set<std::string> known;
     for (const auto& parameter : parameters) {
-      for (auto& path : nn::paths_to(parameter.name)) known.insert(std::move(path));
+      for (auto& path : paths_to(parameter.name)) known.insert(std::move(path));
     }
     throw ConfigError(detail::concat(key, ": '", pattern, "' matches no module and no parameter; the nearest path is '",
                                      nearest(pattern, std::vector<std::string>(known.begin(), known.end())),
@@ -119,7 +119,7 @@ void check_places(const Config& config, const std::vector<nn::NamedParameter>& p
 
 OffloadConfig settled_places(const Config& config) {
   OffloadConfig offload = config.offload;
-  if (offload.fraction == 1 || (offload.params.by_pattern.empty() && offload.optimizer.by_pattern.empty())) return offload;
+  if (offload.params.by_pattern.empty() && offload.optimizer.by_pattern.empty()) return offload;
   const auto model = on_meta([&] { return make_model(config.model); });
   const Attachment adapted = add_adapters(config, *model);
   quantize_frozen(config, *model, at::kMeta);

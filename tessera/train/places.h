@@ -23,8 +23,9 @@ void check_places(const char* key, const ByPattern& places, const std::vector<nn
 /// The same of all of [offload] that a model is trained with; and slices whose state would wait on the device that they have left. Throws ConfigError.
 void check_places(const Config& config, const std::vector<nn::NamedParameter>& parameters);
 
-/// [offload] with its `fraction` applied to patterns of parameters and of state: of the modules that one names, the first. Then each parameter of the whole
-/// model stands in the table under its name. As it is where there is nothing to apply; else builds the model on meta.
+/// [offload] with patterns of parameters and of state settled on the whole model: each parameter stands in the table under its name, for a stage of a pipeline
+/// knows a tied weight by one name alone. Of the modules that a pattern names, `fraction` takes the first. As it is where no pattern is; else builds the model
+/// on meta.
 OffloadConfig settled_places(const Config& config);
 
 /// Says to stage 3, which computes on `device`, where slices wait; `disk` is told what its file takes.

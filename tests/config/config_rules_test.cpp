@@ -178,6 +178,17 @@ TEST(Validate, ExpertsOverRanks) {
   };
   EXPECT_THAT(refused([&](Config& c) { in_parts(c), c.moe.capacity_factor = 2; }, 2), HasSubstr("tensor.sequence_parallel gives a rank a part"));
   EXPECT_THAT(refused([&](Config& c) { in_parts(c), c.model.router = "expert_choice"; }, 2), HasSubstr("tensor.sequence_parallel = false"));
+  const auto by_element = [&](const std::string& optimizer, const std::vector<std::string>& groups) {
+    return refused([&](Config& c) { c.run.deterministic = true, c.mesh.ep = 2, c.optim.name = optimizer, c.optim.groups = groups; }, 2);
+  };
+  EXPECT_THAT(by_element("muon", {}), AllOf(StartsWith("optim.name = muon"), HasSubstr("than each element")));
+  for (const char* pattern : {"layers.*.feed_forward.experts", "layers.1", "**.w3"}) {
+    EXPECT_THAT(by_element("adamw", {std::string(pattern) + ": name = adafactor"}),
+                StartsWith("optim.groups = " + std::string(pattern) + ": name = adafactor"));
+  }
+  EXPECT_THAT(by_element("muon", {"layers.*: lr_factor = 0.5"}), StartsWith("optim.name = muon"));
+  EXPECT_EQ(by_element("adamw", {"layers.*.attention: name = muon"}), "(accepted)");
+  EXPECT_EQ(by_element("muon", {"**.experts: name = sgd", "layers.*: name = adam8bit"}), "(accepted)");
 }
 
 TEST(ResolveMesh, UnsetAndMinusOneTakeWhatIsLeft) {

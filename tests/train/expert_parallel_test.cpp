@@ -17,6 +17,21 @@ class ExpertsOverRanks : public MixtureFixture {
   void expect_like_one_device(const std::vector<std::string>& model, const std::vector<std::string>& layout, int world) const {
     expect_same_run({"model.experts=8", "run.steps=3"}, model, layout, world);
   }
+
+  /// The bits of one device, with run.deterministic.
+  void expect_bits(std::vector<std::string> model, const std::vector<std::string>& layout, int world) const {
+    SCOPED_TRACE(::testing::PrintToString(model) + " " + ::testing::PrintToString(layout) + " on " + std::to_string(world));
+    model.insert(model.begin(), {"model.experts=8", "run.deterministic=true", "optim.max_grad_norm=0.1"});
+    const Trace want = train(config("mixtral", model), 1);
+    model.insert(model.end(), layout.begin(), layout.end());
+    const Trace got = train(config("mixtral", model), world);
+    for (const auto& [name, gradient] : want.gradients) EXPECT_TRUE(at::equal(got.gradients.at(name), gradient)) << name;
+    for (const auto& [name, weight] : want.weights) EXPECT_TRUE(at::equal(got.weights.at(name), weight)) << name;
+    for (size_t i = 0; i < want.steps.size(); ++i) {
+      EXPECT_EQ(got.steps[i].loss, want.steps[i].loss);
+      EXPECT_EQ(got.steps[i].grad_norm, want.steps[i].grad_norm);
+    }
+  }
 };
 
 TEST_F(ExpertsOverRanks, GiveTheRunOfOne) {
@@ -77,19 +92,6 @@ TEST_F(ExpertsOverRanks, WithCutSequencesGiveTheRunOfOne) {
 
 /// One tree over micro-batches for what all data ranks have, and for experts that lie on several of them: the bits of one device, for any number of either.
 TEST_F(ExpertsOverRanks, GiveTheBitsOfOneInAFixedOrder) {
-  const auto expect_bits = [&](std::vector<std::string> model, const std::vector<std::string>& layout, int world) {
-    SCOPED_TRACE(::testing::PrintToString(model) + " " + ::testing::PrintToString(layout) + " on " + std::to_string(world));
-    model.insert(model.begin(), {"model.experts=8", "run.deterministic=true", "optim.max_grad_norm=0.1"});
-    const Trace want = train(config("mixtral", model), 1);
-    model.insert(model.end(), layout.begin(), layout.end());
-    const Trace got = train(config("mixtral", model), world);
-    for (const auto& [name, gradient] : want.gradients) EXPECT_TRUE(at::equal(got.gradients.at(name), gradient)) << name;
-    for (const auto& [name, weight] : want.weights) EXPECT_TRUE(at::equal(got.weights.at(name), weight)) << name;
-    for (size_t i = 0; i < want.steps.size(); ++i) {
-      EXPECT_EQ(got.steps[i].loss, want.steps[i].loss);
-      EXPECT_EQ(got.steps[i].grad_norm, want.steps[i].grad_norm);
-    }
-  };
   expect_bits({}, {"mesh.ep=2"}, 2);
   expect_bits({}, {"mesh.ep=2"}, 4);
   expect_bits({"batch.micro_size=1"}, {"mesh.ep=2"}, 6);
@@ -97,6 +99,15 @@ TEST_F(ExpertsOverRanks, GiveTheBitsOfOneInAFixedOrder) {
   expect_bits({"model.experts=6", "model.shared_ffn_dim=24"}, {"mesh.ep=3", "recompute.mode=full"}, 3);
   expect_bits({"precision.compute=bf16"}, {"mesh.ep=4"}, 4);
   expect_bits({"lora.modules=layers.*.attention.*"}, {"mesh.ep=2"}, 2);  // experts are frozen
+  expect_bits({"optim.groups=[\"**.experts: name = lion, lr = 0.001\", \"layers.*: name = muon\"]"}, {"mesh.ep=2"}, 2);
+}
+
+/// Rows then have no gradient, and the products are to say whose rows they multiply all the same.
+TEST_F(ExpertsOverRanks, GiveTheBitsOfOneWhereNothingBeforeThemLearns) {
+  expect_bits({"lora.modules=layers.1.attention.*", "lora.trained=[\"layers.0.feed_forward.experts.*\"]"}, {"mesh.ep=2"}, 2);
+  expect_bits({"lora.modules=layers.1.attention.*", "lora.trained=[\"layers.*.feed_forward.experts.w1\"]"}, {"mesh.ep=4"}, 4);
+  expect_bits({"lora.modules=layers.*.feed_forward.shared.*", "lora.trained=[\"**.experts.*\"]", "model.shared_ffn_dim=12", "recompute.mode=full"},
+              {"mesh.ep=2"}, 2);
 }
 
 /// Where each expert is cut over ranks, too, and where there are stages, these are part of the arithmetic, and the number of other data ranks is not.

@@ -100,6 +100,20 @@ TEST_F(Places, StateByPatternIsBitForBitAtEveryStage) {
   expect_same_bits("mixtral", {"model.experts=4", "mesh.ep=2", "zero.stage=1"}, 2, both, /*stage_3=*/false);
 }
 
+/// Of a tied weight a stage has one name, and the first and the last stage a copy each.
+TEST_F(Places, EitherNameOfATiedWeightIsThatOfBothStages) {
+  for (const auto& [stages, world] : {std::pair("mesh.pp=2", 2), std::pair("pipeline.virtual_stages=2", 1)}) {
+    for (const char* name : {"head", "embed_tokens"}) {
+      const Sets sets{"model.tie_embeddings=true", stages, "pipeline.schedule=breadth_first"};
+      const std::string table = std::string("={ \"") + name + "\" = \"host\" }";
+      expect_same_bits("llama", sets, world, {"offload.optimizer" + table}, /*stage_3=*/false);
+      Sets units = sets;
+      units.emplace_back("zero.wrap=**");
+      expect_same_bits("llama", units, world, {"offload.params" + table});
+    }
+  }
+}
+
 TEST_F(Places, WhatPatternsSayIsCheckedBeforeARankBegins) {
   const auto refusal = [&](const Sets& sets) -> std::string {
     try {

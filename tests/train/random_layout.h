@@ -3,7 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
+#include <iterator>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -13,17 +15,33 @@
 
 namespace tessera::testing_support {
 
+/// Of which recipes are to be tried: TESSERA_DRAWN, or all.
+inline std::string asked_text() {
+  const char* const text = std::getenv("TESSERA_DRAWN");
+  return text == nullptr ? "" : text;
+}
+
 struct RandomLayout {
   std::string family;
   std::vector<std::string> sets;
   std::vector<size_t> further{};  ///< sizes of `sets` before each of the subjects that were drawn on top, which may not fit to the rest
+  size_t narrow = 0;              ///< that before the subjects of draw_wide()
 
-  /// Itself, and then without one after the other of those subjects, the last first: the first that is lawful is the one to try.
+  /// Itself, and then without one after the other of those subjects, the last first: the first that is lawful is the one to try. Of these those with
+  /// asked_text().
   std::vector<RandomLayout> ever_less() const {
     std::vector<RandomLayout> all{*this};
     for (auto size = further.rbegin(); size != further.rend(); ++size)
       all.push_back({family, {sets.begin(), sets.begin() + static_cast<std::ptrdiff_t>(*size)}});
+    std::erase_if(all, [](const RandomLayout& layout) { return layout.text().find(asked_text()) == std::string::npos; });
     return all;
+  }
+
+  /// Without the subjects of draw_wide(), before which there were seeds that tests name.
+  RandomLayout as_found() const {
+    RandomLayout found{.family = family, .sets = {sets.begin(), sets.begin() + static_cast<std::ptrdiff_t>(narrow)}, .narrow = narrow};
+    std::ranges::copy_if(further, std::back_inserter(found.further), [&](size_t size) { return size < narrow; });
+    return found;
   }
 
   std::string text() const {
@@ -41,7 +59,7 @@ struct RandomLayout {
 /// Draws a layout, setting by setting. What does not fit together is refused, and drawn again; what follows of what is drawn early keeps that rare.
 class LayoutDice : private Dice {
  public:
-  LayoutDice(uint64_t seed, std::string lines) : Dice(seed * 7919 + 5), more_(seed * 104729 + 11), lines_(std::move(lines)) {}
+  LayoutDice(uint64_t seed, std::string lines) : Dice(seed * 7919 + 5), more_(seed * 104729 + 11), wide_(seed * 15485863 + 17), lines_(std::move(lines)) {}
 
   RandomLayout draw() {
     draw_mesh();
@@ -57,13 +75,15 @@ class LayoutDice : private Dice {
     draw_offload();  // behind what was there before, so that what a seed draws besides is what it was
     draw_window();
     draw_more();
-    return {.family = family_, .sets = std::move(sets_), .further = std::move(further_)};
+    const size_t narrow = sets_.size();
+    draw_wide();
+    return {.family = family_, .sets = std::move(sets_), .further = std::move(further_), .narrow = narrow};
   }
 
  private:
   std::string word(std::initializer_list<const char*> choices) { return one_of(choices); }
   void set(const std::string& key, const std::string& value) { sets_.push_back(key + "=" + value); }
-  void set(const std::string& key, int value) { set(key, std::to_string(value)); }
+  void set(const std::string& key, int64_t value) { set(key, std::to_string(value)); }
   void set_once_in(int n, const std::string& key, const std::string& value) {
     if (once_in(n)) set(key, value);
   }
@@ -292,8 +312,17 @@ class LayoutDice : private Dice {
   }
 
   /// With dice of their own, on what the others have left open: a seed still draws all that it drew before there were these.
-  void draw_more() {
-    for (const auto subject : {&LayoutDice::draw_kept, &LayoutDice::draw_adapters, &LayoutDice::draw_groups, &LayoutDice::draw_places}) {
+  void draw_more() { draw_subjects({&LayoutDice::draw_kept, &LayoutDice::draw_adapters, &LayoutDice::draw_groups, &LayoutDice::draw_places}); }
+
+  /// On top of all these, with dice of their own once more. What is set here takes the place of what was drawn before.
+  void draw_wide() {
+    draw_subjects({&LayoutDice::draw_dealt_experts, &LayoutDice::draw_what_learns, &LayoutDice::draw_quantized, &LayoutDice::draw_named_places,
+                   &LayoutDice::draw_moved_activations, &LayoutDice::draw_group_keys, &LayoutDice::draw_tiles, &LayoutDice::draw_crossing,
+                   &LayoutDice::draw_stages, &LayoutDice::draw_columns, &LayoutDice::draw_rates, &LayoutDice::draw_text});
+  }
+
+  void draw_subjects(std::initializer_list<void (LayoutDice::*)()> subjects) {
+    for (const auto subject : subjects) {
       const size_t before = sets_.size();
       (this->*subject)();
       if (sets_.size() > before) further_.push_back(before);
@@ -359,12 +388,161 @@ class LayoutDice : private Dice {
     }
   }
 
-  Dice more_;
+  /// Experts over data ranks, which a fixed order deals over what is not sharded. Only what updates element by element may update them.
+  void draw_dealt_experts() {
+    if (family_ != "mixtral" || shard_ * tp_ * cp_ > 1 || replicate_ == 1 || wide_.once_in(3)) return;
+    const auto ep = std::gcd(replicate_, number("model.experts"));
+    const auto expert_tp = wide_.once_in(2) ? std::gcd(replicate_ / ep, ffn_) : 1;
+    if (ep * expert_tp == 1) return;
+    if (stage_ > 0) set("zero.stage", 0);
+    set("run.deterministic", "true");
+    set("mesh.ep", ep);
+    set("mesh.expert_tp", expert_tp);
+    const std::string name = wide_.one_of({"adamw", "sgd", "lion"});
+    if (wide_.once_in(2)) return set("optim.groups", "[\"**.experts: name = " + name + ", lr = 0.001\"]");
+    set("optim.name", name);
+    if (has("optim.groups")) set("optim.groups", "[]");
+  }
+
+  /// What is trained whole beside adapters, and adapters of some layers alone, so that nothing learns before them.
+  void draw_what_learns() {
+    if (!wide_.once_in(has("lora.modules") ? 2 : 12)) return;
+    if (!has("lora.modules")) set("lora.rank", 1 + wide_.below(3));
+    const bool shared = has("model.shared_ffn_dim") && wide_.once_in(2), late = !shared && pp_ == 1 && layers_ > 1;
+    const std::string layers = "layers." + (late ? std::to_string(layers_ - 1) : "*");
+    set("lora.modules", layers + (shared ? ".feed_forward.shared.*" : family_ == "mlp" ? "" : ".attention.*"));
+    const bool experts = family_ == "mixtral" && !wide_.once_in(3);
+    set("lora.trained", experts ? wide_.one_of({R"(["**.experts.*"])", R"(["layers.*.feed_forward.experts.w1"])", R"(["layers.0.feed_forward.experts.w3"])",
+                                                R"(["**.router.*"])", R"(["layers.0.**"])"})
+                                : wide_.one_of({R"(["embed_tokens.weight"])", R"(["layers.0.**"])", R"(["**.norm.weight", "norm.weight"])"}));
+    if (has("quantize.modules")) set("quantize.modules", wide_.one_of({"layers.*.attention.*", "layers.*.attention.wo", ""}));
+  }
+
+  void draw_quantized() {
+    if (!has("lora.modules") || !wide_.once_in(2)) return;
+    if (!has("quantize.modules")) set("quantize.modules", wide_.one_of({"layers.*.attention.*", "layers.*.attention.wq", "layers.*"}));
+    set("quantize.double_scales", wide_.one_of({"true", "false"}));
+    set("quantize.block", wide_.one_of({2, 5, 7, 30, 100, 1000}));
+  }
+
+  /// By names that a stage knows by others: a tied weight's; and of slices of stage 3, with state that waits further away.
+  void draw_named_places() {
+    if (!wide_.once_in(4)) return;
+    if (family_ != "mlp" && wide_.once_in(2)) set("model.tie_embeddings", "true");
+    const std::string name = wide_.one_of({"head", "embed_tokens", "**", "layers.*"}), place = wide_.one_of({"host", "disk"});
+    const std::string table = "{ \"" + name + "\" = \"" + place + "\" }";
+    if (stage_ == 3 && !has("zero.stage=0") && wide_.once_in(2)) {
+      if (name != "layers.*") set("zero.wrap", "**");
+      set("offload.params", table);
+      set("offload.gradients", table);
+      set("offload.optimizer", wide_.once_in(2) ? "disk" : table);
+    } else {
+      set("offload.optimizer", table);
+    }
+    set("offload.fraction", wide_.one_of({"1", "0.5", "0.34"}));
+  }
+
+  void draw_moved_activations() {
+    if (!wide_.once_in(6)) return;
+    set("offload.activations", wide_.one_of({"host", "disk", R"({ "layers.*" = "host" })", R"({ "**.feed_forward" = "host", "layers.*" = "disk" })"}));
+    set("offload.min_bytes", 256);
+    if (wide_.once_in(2)) set("offload.budget_bytes", wide_.one_of({1, 3000, 20000}));
+    if (wide_.once_in(2)) set("offload.prefetch", 2);
+    if (wide_.once_in(2)) set("offload.fraction", "0.5");
+  }
+
+  void draw_group_keys() {
+    if (has("optim.groups") || !wide_.once_in(4)) return;
+    const auto pattern = family_ == "mixtral" ? wide_.one_of({"**.experts", "**.router", "layers.*.feed_forward"}) : wide_.one_of({"layers.*", "head", "**"});
+    const auto keys = wide_.one_of({"name = muon", "name = adafactor, momentum = 0.5", "name = adam8bit, eps = 1e-6", "name = lion, lr = 0.0001",
+                                    "name = sgd, momentum = 0.7", "name = adamw, betas = [0.7, 0.9], eps = 1e-5"});
+    set("optim.groups", std::string("[\"") + pattern + ": " + keys + "\"]");
+  }
+
+  void draw_tiles() {
+    if (family_ == "mixtral" && wide_.once_in(6)) set("recompute.ffn_tile", wide_.one_of({2, 3, 5}));
+  }
+
+  /// What crosses between ranks in fewer bits.
+  void draw_crossing() {
+    if (has("precision.compute=bf16") || has("precision.compute=fp16")) {
+      if (wide_.once_in(3)) set("comm.compression", wide_.one_of({"bf16", "fp16"}));
+      return;
+    }
+    if (!has("precision.") && wide_.once_in(14)) set(wide_.one_of({"precision.reduce", "comm.compression"}), "fp16");
+  }
+
+  /// Links of the chain by number, or by name; and what schedules that are solved take a stage to cost.
+  void draw_stages() {
+    if (pp_ == 1) return;
+    const int stages = static_cast<int>(number("mesh.pp") * std::max<int64_t>(1, number("pipeline.virtual_stages"))), links = layers_ + 2;
+    if (stages <= links && wide_.once_in(4)) {
+      std::vector<int> first(static_cast<size_t>(links - 1));  // links that may begin a stage
+      std::iota(first.begin(), first.end(), 1);
+      while (std::ssize(first) > stages - 1) first.erase(first.begin() + wide_.below(static_cast<int>(first.size())));
+      const bool by_name = wide_.once_in(2);
+      std::string split;
+      const auto add = [&](const std::string& one) { split += (split.empty() ? "[\"" : ", \"") + one + "\""; };
+      for (size_t i = 0; i < first.size(); ++i) {
+        if (by_name) add(first[i] == links - 1 ? "head" : "layers." + std::to_string(first[i] - 1));
+        if (!by_name) add(std::to_string(first[i] - (i == 0 ? 0 : first[i - 1])));
+      }
+      if (!by_name) add(std::to_string(links - first.back()));
+      set("pipeline.split", split + "]");
+    }
+    const bool solved = has("pipeline.schedule=zb_1p") || has("pipeline.schedule=zb_2p") || has("pipeline.schedule=zb_auto");
+    if (!solved || !wide_.once_in(2)) return;
+    set("pipeline.kept", wide_.one_of({"0.1", "0.4", "0.8"}));
+    set("pipeline.costs", wide_.one_of({"[1, 1, 1]", "[1, 2, 0.5, 0.3]", "[3, 1, 2, 1]"}));
+  }
+
+  void draw_columns() {
+    if (cp_ == 1 || !wide_.once_in(3)) return;
+    if (wide_.once_in(2)) return set("context.balance", wide_.one_of({"head_tail", "contiguous"}));
+    set("context.method", "ulysses_ring");
+    set("context.ulysses", wide_.once_in(2) ? cp_ : std::gcd(cp_, 2));
+  }
+
+  void draw_rates() {
+    if (!wide_.once_in(4)) return;
+    set("optim.warmup_steps", 1 + wide_.below(2));
+    if (wide_.once_in(2)) return;
+    set("optim.schedule", wide_.one_of({"linear", "cosine"}));
+    set("optim.min_lr", "0.0005");
+  }
+
+  /// Where documents begin, and windows; and positions that no window has.
+  void draw_text() {
+    if (has("max_seq_len") || wide_.once_in(2)) return;
+    if (wide_.once_in(4)) set("data.bos", "true");
+    if (wide_.once_in(6)) set("data.seed", wide_.below(50));
+    if (family_ == "gpt2" && wide_.once_in(2)) set("model.max_seq_len", number("data.seq_len") + 1 + wide_.below(5));
+  }
+
+  /// Of an integer setting, what was drawn last; 0 where there is none.
+  int64_t number(const std::string& key) const {
+    const auto found = std::ranges::find_if(sets_.rbegin(), sets_.rend(), [&](const std::string& set) { return set.starts_with(key + "="); });
+    return found == sets_.rend() ? 0 : std::stoll(found->substr(key.size() + 1));
+  }
+
+  Dice more_, wide_;
   const std::string lines_;
   std::string family_;
   std::vector<std::string> sets_;
   std::vector<size_t> further_;
   int replicate_ = 1, shard_ = 1, pp_ = 1, cp_ = 1, tp_ = 1, stage_ = 0, chunks_ = 1, layers_ = 1, ffn_ = 8, micro_batches_ = 1;
 };
+
+/// With gradients that are approximated as they cross, once in four where whole ones do: for tests that hold a run against itself.
+inline RandomLayout compressed(RandomLayout layout, uint64_t seed) {
+  Dice dice(seed * 611953 + 3);
+  const auto stage = std::ranges::find_if(layout.sets.rbegin(), layout.sets.rend(), [](const std::string& set) { return set.starts_with("zero.stage="); });
+  const bool whole = stage != layout.sets.rend() && *stage == "zero.stage=0" && std::ranges::find(layout.sets, "run.deterministic=true") == layout.sets.end();
+  if (!whole || !dice.once_in(4)) return layout;
+  layout.sets.emplace_back("comm.compression=powersgd");
+  layout.sets.push_back("comm.powersgd_rank=" + std::to_string(1 + dice.below(2)));
+  layout.sets.push_back("comm.powersgd_start=" + std::to_string(dice.below(2)));
+  return layout;
+}
 
 }  // namespace tessera::testing_support
