@@ -1,6 +1,9 @@
 #include "tessera/offload/paged_optimizer.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
+#include <string>
 #include <utility>
 
 #include <c10/core/GradMode.h>
@@ -30,10 +33,12 @@ PagedOptimizer::PagedOptimizer(const std::vector<nn::NamedParameter>& parameters
     stand_ins.push_back({name, stand_in, aliases});
   }
   inner_ = build(stand_ins);
+  const std::set<std::string> wholes = inner_->needs_wholes();
+  const std::map<std::string, std::string> kinds = inner_->kinds();
   for (const auto& [name, tensor, aliases] : parameters_) {
     const Slice slice = nn::slice_of(tensor);
     // Pieces end elsewhere on each rank, so their collectives would meet others'.
-    require(!inner_->needs_wholes() || slice.is_whole(), "PagedOptimizer: ", inner_->kind(), " looks at whole tensors, and '", name, "' of shape ",
+    require(!wholes.contains(name) || slice.is_whole(), "PagedOptimizer: ", kinds.at(name), " looks at whole tensors, and '", name, "' of shape ",
             at::IntArrayRef(slice.shape), " is cut over ranks: its ranks would have to come to the same piece together. Use an optimizer that goes element by ",
             "element (AdamW, SGD, Lion), a wrapper that leaves tensors whole, or leave the state where it is updated (optim::make_optimizer, HostOptimizer)");
   }

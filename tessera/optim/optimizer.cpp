@@ -189,6 +189,13 @@ std::map<std::string, std::string> Optimizer::kinds() const {
   return kinds;
 }
 
+std::set<std::string> Optimizer::needs_wholes() const {
+  std::set<std::string> names;
+  if (!needs_begin()) return names;
+  for (const auto& parameter : parameters_) names.insert(parameter.name);
+  return names;
+}
+
 void Optimizer::require_counts_of_all(const std::map<std::string, int64_t>& counts) const {
   std::set<std::string> unknown;
   for (const auto& [name, count] : counts) unknown.insert(name);

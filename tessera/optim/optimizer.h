@@ -89,8 +89,8 @@ class Optimizer {
   virtual void remember_counts();
   /// Whether begin() has anything to do.
   virtual bool needs_begin() const { return false; }
-  /// Whether an update is not made element by element, so that of a tensor that is cut ranks have to meet.
-  virtual bool needs_wholes() const { return needs_begin(); }
+  /// The parameters, by logical name, whose update is not made element by element, so that of one that is cut its ranks have to meet.
+  virtual std::set<std::string> needs_wholes() const;
   /// Whether its operators leave everything alone where a number on the device says so; otherwise the host reads it first, and waits.
   virtual bool skips_on_device() const { return false; }
 

@@ -57,8 +57,10 @@ void Several::apply(const UpdateTerms& terms) {
   tell([&](Optimizer& optimizer) { optimizer.apply(terms); });
 }
 
-bool Several::needs_wholes() const {
-  return std::ranges::any_of(parts_, [](const Part& part) { return part.optimizer->needs_wholes(); });
+std::set<std::string> Several::needs_wholes() const {
+  std::set<std::string> all;
+  for (const Part& part : parts_) all.merge(part.optimizer->needs_wholes());
+  return all;
 }
 
 bool Several::needs_begin() const {

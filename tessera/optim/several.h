@@ -2,6 +2,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -28,7 +29,7 @@ class Several final : public Optimizer {
   void begin(double lr) override;
   void apply(const UpdateTerms& terms) override;
   bool needs_begin() const override;
-  bool needs_wholes() const override;
+  std::set<std::string> needs_wholes() const override;
   bool skips_on_device() const override;
   bool updates_in_one_pass() const override;
   std::vector<StateTensor> state() const override;

@@ -3,6 +3,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -40,7 +41,7 @@ class MasterWeights final : public optim::Optimizer {
   std::map<std::string, std::string> kinds() const override { return inner_->kinds(); }
   std::vector<optim::StateTensor> state() const override;
   bool needs_begin() const override { return true; }
-  bool needs_wholes() const override { return inner_->needs_wholes(); }
+  std::set<std::string> needs_wholes() const override { return inner_->needs_wholes(); }
   bool skips_on_device() const override { return inner_->skips_on_device(); }
   bool updates_in_one_pass() const override { return inner_->updates_in_one_pass(); }
   void hold_state(const std::map<std::string, int64_t>& counts) override;

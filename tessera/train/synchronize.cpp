@@ -201,6 +201,7 @@ std::vector<std::optional<BucketLayout>> saved_plans(const ResumePoint& resume, 
   for (size_t part = 0; part < roots.size(); ++part) {
     std::vector<GradientSpec> gradients;
     for (const auto& parameter : nn::unique_parameters(*roots[part])) {
+      if (!parameter.tensor.requires_grad()) continue;  // what is frozen is in no bucket
       gradients.push_back(spec_of(parameter, options.reduce_dtype.value_or(parameter.tensor.scalar_type())));
     }
     const PlanLayout layout{.data_ranks = data.size(),

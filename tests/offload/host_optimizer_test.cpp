@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include "tessera/comm/testing.h"
 #include "tessera/memory/history.h"
 #include "tessera/memory/memory.h"
 #include "tessera/offload/paged_optimizer.h"
@@ -136,26 +137,34 @@ TEST_P(HostOptimizerOf, IsBitForBitWithItsStatePagedInPiecesOfAnySize) {
 
 /// On other ranks its pieces end elsewhere, and what it asks of them would meet something else.
 TEST(PagedOptimizer, RefusesWhatLooksAtWholeTensorsWhereTheyAreCut) {
-  for (const std::string name : {"adamw", "lion", "adafactor", "adam8bit", "muon"}) {
-    for (const bool cut : {false, true}) {
-      SCOPED_TRACE(name + (cut ? ", cut" : ""));
-      auto parameters = make_parameters({{8, 6}, {5}});
-      for (const auto& [parameter, tensor, aliases] : parameters) nn::set_slice(tensor, Slice::whole(parameter, tensor.sizes().vec()));
-      if (cut) nn::set_slice(parameters[0].tensor, Slice::along(parameters[0].name, {16, 6}, 0, 8, 8));
-      const auto make = [&] {
-        PagedOptimizer(parameters, {}, [&](const std::vector<nn::NamedParameter>& copies) {
-          optim::WholeModel whole;
-          whole.parameters = {Slice::whole(parameters[0].name, {16, 6}), Slice::whole(parameters[1].name, {5})};
-          return optim::make_optimizer(config_of(name), copies, whole);
-        });
-      };
-      if (!cut || name == "adamw" || name == "lion") {
-        EXPECT_NO_THROW(make());
-      } else {
-        EXPECT_THAT(testing_support::refusal(make), ::testing::AllOf(::testing::HasSubstr(name), ::testing::HasSubstr("'" + parameters[0].name + "'")));
+  const std::string grouped = "adafactor, but for what is cut";
+  comm::run_ranks(2, [&](comm::World& world) {
+    for (const std::string& name :
+         {std::string("adamw"), std::string("lion"), std::string("adafactor"), std::string("adam8bit"), std::string("muon"), grouped}) {
+      for (const bool cut : {false, true}) {
+        SCOPED_TRACE(name + (cut ? ", cut" : ""));
+        auto parameters = make_parameters({{8, 6}, {5}});
+        OptimConfig config = config_of(name == grouped ? "adafactor" : name);
+        if (name == grouped) config.groups = {parameters[0].name + ": name = sgd"};
+        for (const auto& [parameter, tensor, aliases] : parameters) nn::set_slice(tensor, Slice::whole(parameter, tensor.sizes().vec()));
+        if (cut) nn::set_slice(parameters[0].tensor, Slice::along(parameters[0].name, {16, 6}, 0, 8 * world.rank(), 8));
+        const auto make = [&] {
+          PagedOptimizer(parameters, {}, [&](const std::vector<nn::NamedParameter>& copies) {
+            optim::WholeModel whole;
+            whole.parameters = {Slice::whole(parameters[0].name, {16, 6}), Slice::whole(parameters[1].name, {5})};
+            whole.ranks = world.group();
+            return optim::make_optimizer(config, copies, whole);
+          });
+        };
+        if (!cut || name == "adamw" || name == "lion" || name == grouped) {
+          EXPECT_NO_THROW(make());
+        } else {
+          const std::string refused = "PagedOptimizer: " + name + " looks at whole tensors, and '" + parameters[0].name + "'";
+          EXPECT_THAT(testing_support::refusal(make), ::testing::HasSubstr(refused));
+        }
       }
     }
-  }
+  });
 }
 
 TEST(PagedOptimizer, IsSavedATensorAtATime) {

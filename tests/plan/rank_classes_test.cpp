@@ -101,12 +101,12 @@ TEST_F(RankClassesTest, OfRanksWhoseExpertsGetOtherRowsTheFullestIsRun) {
       {10, 3, {"mesh.tp=2", "mesh.dp_shard=5", "mesh.ep=2", "zero.stage=3", "model.experts=6", "model.ffn_dim=52", "model.vocab_size=260", chooses, tp_first}},
       {10, 3, {"mesh.tp=2", "mesh.dp_shard=5", "mesh.ep=2", "zero.stage=2", "zero.bucket_bytes=3000", "model.vocab_size=268", chooses, tp_first}},
       {12, 2, {"mesh.tp=4", "mesh.ep=2", "model.experts=6", "model.vocab_size=260", chooses}},
-      {16, 1, {"mesh.tp=2", "mesh.dp_shard=8", "mesh.ep=4", "zero.stage=1", "model.vocab_size=260", chooses}},
+      {16, 1, {"mesh.tp=2", "mesh.dp_shard=8", "mesh.ep=4", "zero.stage=1", "model.vocab_size=260"}},
       {16, 1, {"mesh.tp=2", "mesh.dp_shard=8", "mesh.ep=2", "zero.stage=3", "model.vocab_size=260", "tensor.sequence_parallel=true"}},
   };
   for (const auto& [world, classes, sets] : cases) {
     SCOPED_TRACE(::testing::PrintToString(sets));
-    std::vector<std::string> all{"model.experts=4", "batch.global_size=" + std::to_string(2 * world), "run.threads=1", "run.steps=3", "comm.backend=shm"};
+    std::vector<std::string> all{"model.experts=4", "batch.global_size=" + std::to_string(2 * world), "run.threads=1", "run.steps=2", "comm.backend=shm"};
     all.insert(all.end(), sets.begin(), sets.end());
     const Config dealt = config("mixtral", all);
     const Mesh mesh(comm::World::dry(world, 0, std::make_shared<comm::Recorder>()), mesh_shape(dealt.mesh, dealt.zero.stage, world));
@@ -116,7 +116,7 @@ TEST_F(RankClassesTest, OfRanksWhoseExpertsGetOtherRowsTheFullestIsRun) {
     for (const auto& ranks : found) {
       for (const int rank : ranks) EXPECT_GE(rows.at(static_cast<size_t>(ranks.front())), rows.at(static_cast<size_t>(rank))) << rank;
     }
-    if (plan::unknowns_of(dealt, world).any()) continue;
+    if (plan::unknowns_of(dealt, world).any()) continue;  // routers', beside which a run may be any other
     const auto peaks = train(dealt, world).peak_of_rank;
     EXPECT_EQ(total_of(plan::largest_class(plan::dry_run(dealt, world)).peak_bytes), *std::ranges::max_element(peaks)) << ::testing::PrintToString(peaks);
   }

@@ -100,6 +100,8 @@ TEST_F(ExpertsOverRanks, GiveTheBitsOfOneInAFixedOrder) {
   expect_bits({"precision.compute=bf16"}, {"mesh.ep=4"}, 4);
   expect_bits({"lora.modules=layers.*.attention.*"}, {"mesh.ep=2"}, 2);  // experts are frozen
   expect_bits({"optim.groups=[\"**.experts: name = lion, lr = 0.001\", \"layers.*: name = muon\"]"}, {"mesh.ep=2"}, 2);
+  expect_bits({"optim.name=adafactor", "optim.groups=[\"**.experts: name = sgd, lr = 0.001\"]"},
+              {"mesh.ep=2", "offload.optimizer=disk", "offload.dir=" + (folder_ / "away").string()}, 2);
 }
 
 /// Rows then have no gradient, and the products are to say whose rows they multiply all the same.

@@ -28,5 +28,16 @@ TEST_F(MixtureResume, EveryLayoutGoesOnInAnother) {
   });
 }
 
+/// What is frozen is in no bucket, and the layout of buckets orders the sums of a ring.
+TEST_F(MixtureResume, ExpertsTrainedBesideAdaptersGoOnBitForBit) {
+  const Layout layout{"ddp3", 3, {"comm.algorithm=all_reduce=ring", "zero.bucket_bytes=1000000"}};
+  Sets sets = mixture;
+  sets.insert(sets.end(), {"optim.momentum=0.8", "lora.modules=layers.1.attention.*", "lora.trained=[\"layers.0.**\"]"});
+  run_saving(layout, sets);
+  sets.insert(sets.end(), {"checkpoint.resume=" + saved(layout, kSaved).string(), "checkpoint.dir=" + (folder_ / "again").string()});
+  run(layout, sets);
+  expect_same_bits(stored(folder_ / "again" / step_name(kLast)), stored(saved(layout, kLast)));
+}
+
 }  // namespace
 }  // namespace tessera
