@@ -8,6 +8,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
+#include "tessera/mesh/positions.h"
 
 // Row-major numbering makes all of this arithmetic of strides, without tables of world size, and the same on every rank without asking: a group's members are
 // this rank's origin along the axes plus all multiples of their strides. Groups are made at their first use and not all at once: a mesh of five axes has 31
@@ -24,11 +25,10 @@ std::string product_text(const MeshShape& axes, int64_t product) {
 }
 
 size_t index_of(const MeshShape& shape, const std::string& axis) {
+  const auto found = std::ranges::find(shape, axis, [](const auto& one) { return one.first; });
+  if (found != shape.end()) return static_cast<size_t>(found - shape.begin());
   std::string known;
-  for (size_t i = 0; i < shape.size(); ++i) {
-    if (shape[i].first == axis) return i;
-    known += (known.empty() ? "" : ", ") + shape[i].first;
-  }
+  for (const auto& [name, size] : shape) known += (known.empty() ? "" : ", ") + name;
   throw InternalError(detail::concat("internal error: mesh has no axis ", axis, "; it has ", known));
 }
 
@@ -129,8 +129,11 @@ Mesh Mesh::regrouped(const Axes& over, const MeshShape& into) const {
           ", which it is to regroup; change an axis");
   Axes others(std::vector<std::string>{});
   for (const auto& [name, size] : kept) others.names.push_back(name);
-  std::vector<int> rank_of(static_cast<size_t>(state_->world.size()));
-  for (int r = 0; r < state_->world.size(); ++r) rank_of[static_cast<size_t>(rank(r, others) * product + rank(r, over))] = r;
+  const std::vector<int> beside = ranks_along(state_->axes, others.names), along = ranks_along(state_->axes, over.names);  // of places
+  std::vector<int> rank_of(beside.size());
+  for (size_t place = 0; place < rank_of.size(); ++place) {
+    rank_of[static_cast<size_t>(beside[place] * product + along[place])] = state_->rank_at(static_cast<int>(place));
+  }
   return Mesh(std::make_shared<State>(state_->world, std::move(axes), std::move(rank_of)));
 }
 

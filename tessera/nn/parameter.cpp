@@ -306,14 +306,22 @@ bool Dealt::holds_others(int world_rank) const {
 }
 
 void require_same_parts(const std::string& technique, const std::vector<NamedParameter>& parameters, const std::vector<comm::Group>& groups) {
-  for (const auto& [name, tensor, aliases] : parameters) {
-    const auto data = data_of(tensor);
-    if (!data) continue;
-    for (const Dealt& dealt : data->dealt) {
-      for (const comm::Group& group : groups) {
-        for (int member = 0; group.size() > 1 && member < group.size(); ++member) {
-          const int rank = group.world_rank(member);
-          if (!dealt.holds_others(rank)) continue;
+  const auto is_dealt = [](const NamedParameter& parameter) {
+    const auto data = data_of(parameter.tensor);
+    return data && !data->dealt.empty();
+  };
+  if (std::ranges::none_of(parameters, is_dealt)) return;
+  for (const comm::Group& group : groups) {
+    if (group.size() == 1) continue;
+    std::unordered_set<int> members;  // looked up for each parameter, and of many ranks there may be a million
+    for (int member = 0; member < group.size(); ++member) members.insert(group.world_rank(member));
+    for (const auto& [name, tensor, aliases] : parameters) {
+      const auto data = data_of(tensor);
+      if (!data) continue;
+      for (const Dealt& dealt : data->dealt) {
+        for (int holder = 0; holder < dealt.group.size(); ++holder) {
+          const int rank = dealt.group.world_rank(holder);
+          if (!members.contains(rank) || !dealt.holds_others(rank)) continue;
           throw ConfigError(detail::concat(technique, ": '", name, "' is dealt over ", dealt.group.name(), " by ", dealt.by, ", and rank ", rank,
                                            " of the world, which ", group.name(),
                                            " has as well, holds another part of it: give the group of ranks that hold the same part, such as ",

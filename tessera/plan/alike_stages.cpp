@@ -20,18 +20,6 @@ std::string without_numbers(std::string links) {
   return links;
 }
 
-/// Which of a rank's stages it is.
-int index_of(const std::vector<int>& held, int stage) { return static_cast<int>(std::ranges::find(held, stage) - held.begin()); }
-
-/// A message as the rank with these stages sees it: which of them takes it, or made it.
-bool alike(const pipeline::Message& x, const std::vector<int>& a, const pipeline::Message& y, const std::vector<int>& b, bool arrives) {
-  const auto here = [&](const pipeline::Message& message, const std::vector<int>& held) {
-    const bool at_end = message.gradient != arrives;  // of the chain's crossing, which goes from a stage to the next
-    return index_of(held, at_end ? message.crossing + 1 : message.crossing);
-  };
-  return x.micro_batch == y.micro_batch && x.gradient == y.gradient && here(x, a) == here(y, b);
-}
-
 }  // namespace
 
 StageKinds::StageKinds(const PipelinePlan& pipeline, const MeshShape& shape, const Axes& stages)
@@ -60,14 +48,21 @@ bool treats_layers_alike(const Config& config) {
          config.zero.wrap == ZeroConfig{}.wrap && !config.run.deterministic;
 }
 
-bool same_legs(const std::vector<pipeline::Leg>& of_a, const std::vector<int>& a, const std::vector<pipeline::Leg>& of_b, const std::vector<int>& b) {
-  const auto same = [&](const std::vector<pipeline::Message>& x, const std::vector<pipeline::Message>& y, bool arrives) {
-    return std::ranges::equal(x, y, [&](const auto& left, const auto& right) { return alike(left, a, right, b, arrives); });
+std::vector<pipeline::Leg> renamed_legs(std::vector<pipeline::Leg> legs, const std::vector<int>& from, const std::vector<int>& to) {
+  const auto like = [&](int stage) { return to.at(static_cast<size_t>(std::ranges::find(from, stage) - from.begin())); };
+  const auto rename = [&](std::vector<pipeline::Message>& messages, bool arrives) {
+    for (pipeline::Message& message : messages) {
+      const int behind = message.gradient != arrives ? 1 : 0;  // a crossing goes from a stage to the next, of which one is this rank's
+      message.crossing = like(message.crossing + behind) - behind;
+    }
   };
-  return std::ranges::equal(of_a, of_b, [&](const pipeline::Leg& x, const pipeline::Leg& y) {
-    return x.action.kind == y.action.kind && x.action.micro_batch == y.action.micro_batch && index_of(a, x.action.stage) == index_of(b, y.action.stage) &&
-           same(x.posts, y.posts, /*arrives=*/true) && same(x.needs, y.needs, /*arrives=*/true) && same(x.sends, y.sends, /*arrives=*/false);
-  });
+  for (pipeline::Leg& leg : legs) {
+    leg.action.stage = like(leg.action.stage);
+    rename(leg.posts, /*arrives=*/true);
+    rename(leg.needs, /*arrives=*/true);
+    rename(leg.sends, /*arrives=*/false);
+  }
+  return legs;
 }
 
 bool readdress(Events& events, const std::vector<pipeline::Leg>& legs, int rank, int stages, const std::vector<std::string>& channels) {

@@ -39,8 +39,8 @@ class StageKinds {
 /// Whether stages with as many layers do the same: no setting names modules, or counts them.
 bool treats_layers_alike(const Config& config);
 
-/// Whether the rank that holds stages `b` does in `of_b`, action by action, what the one with stages `a` does in `of_a`, with other neighbours.
-bool same_legs(const std::vector<pipeline::Leg>& of_a, const std::vector<int>& a, const std::vector<pipeline::Leg>& of_b, const std::vector<int>& b);
+/// What the rank with stages `from` does, by the names of stages and crossings of one that holds `to`. The peers are those of the first.
+std::vector<pipeline::Leg> renamed_legs(std::vector<pipeline::Leg> legs, const std::vector<int>& from, const std::vector<int>& to);
 
 /// Gives the messages between stages in a step's events, which are of a rank that does the same, the peers and tags that `legs` of pipeline rank `rank` say.
 /// False, and nothing done, where they are not those.

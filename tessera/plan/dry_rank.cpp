@@ -330,9 +330,10 @@ std::optional<RankRun> read_rank(const DryPlan& dry, int rank, const std::vector
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
   const Axes stages = mesh_roles(config).stages;
   const int stage = mesh.rank(stages);
-  const auto rehearsal = shortest_rehearsal(schedule_maker(config, mesh.size(stages)), static_cast<int>(trace.ranks.micro_batches), stage, trace.channels,
-                                            /*neighbours=*/config.zero.stage >= 2);
-  if (!rehearsal || !same_legs(trace.legs, pipeline.stages_of(trace.stage), rehearsal->shown, pipeline.stages_of(stage))) return std::nullopt;
+  const auto rehearsal = rehearsal_by(renamed_legs(trace.legs, pipeline.stages_of(trace.stage), pipeline.stages_of(stage)),
+                                      schedule_maker(config, mesh.size(stages)), static_cast<int>(trace.ranks.micro_batches), stage, trace.channels,
+                                      /*neighbours=*/config.zero.stage >= 2);
+  if (!rehearsal) return std::nullopt;
   StepsReader reader(config, mesh, alike, pipeline, options, &*rehearsal, trace.channels, trace.ranks, trace.beginning);
   for (const DryStep& step : trace.steps) reader.read(step, &step == &trace.steps.back());
   RankRun run = std::move(reader).take();

@@ -93,7 +93,7 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   run.parameters = num_parameters(config.model);
   run.active_parameters = num_active_parameters(config.model);
   run.pipeline = plan_pipeline(config, world);
-  auto classes = rank_classes(config, world, options.exact_ranks, options.documents, options.routed);
+  auto classes = rank_classes(config, world, run.pipeline, options.exact_ranks, options.documents, options.routed);
   const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);
   Agreement agreement(shape);
   if (deals_experts(config, shape)) {

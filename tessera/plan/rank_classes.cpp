@@ -18,6 +18,7 @@
 #include "tessera/mesh/roles.h"
 #include "tessera/nn/attention_tiles.h"
 #include "tessera/nn/dry_documents.h"
+#include "tessera/plan/alike_stages.h"
 #include "tessera/plan/dry_routing.h"
 #include "tessera/train/compose.h"
 
@@ -162,6 +163,23 @@ std::vector<int> column_kinds(const Config& config, int ranks, int64_t documents
   return kinds;
 }
 
+/// Of each rank of the pipeline, the first that holds as much of the same; itself where that is not looked for.
+std::vector<int> first_alike(const PipelinePlan& pipeline, const MeshShape& shape, const Axes& axes, bool alike) {
+  std::vector<int> first(static_cast<size_t>(size_along(shape, axes)));
+  std::iota(first.begin(), first.end(), 0);
+  if (!alike) return first;
+  const std::vector<int> stages = ranks_along(shape, axes.names);
+  const StageKinds kinds(pipeline, shape, axes);
+  std::map<StageKind, int> known;
+  for (int stage = 0; stage < static_cast<int>(first.size()); ++stage) {
+    auto kind = kinds(static_cast<int>(std::ranges::find(stages, stage) - stages.begin()));
+    if (!kind) continue;
+    kind->beside = 0;
+    first[static_cast<size_t>(stage)] = known.try_emplace(*std::move(kind), stage).first->second;
+  }
+  return first;
+}
+
 /// Each amount, or where it is no class of its own the largest that is near it.
 std::map<int64_t, int64_t> stand_ins_of(const std::vector<int64_t>& amounts, bool apart) {
   const std::set<int64_t, std::greater<>> all(amounts.begin(), amounts.end());
@@ -177,7 +195,8 @@ std::map<int64_t, int64_t> stand_ins_of(const std::vector<int64_t>& amounts, boo
 
 }  // namespace
 
-std::vector<std::vector<int>> rank_classes(const Config& config, int world_size, int exact_ranks, int64_t documents, experts::DryLoad routed) {
+std::vector<std::vector<int>> rank_classes(const Config& config, int world_size, const PipelinePlan& pipeline, int exact_ranks, int64_t documents,
+                                           experts::DryLoad routed) {
   const auto recorder = std::make_shared<comm::Recorder>();
   const auto world = comm::World::dry(world_size, 0, recorder, comm::world_options(config.comm));
   const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, world_size));
@@ -188,10 +207,11 @@ std::vector<std::vector<int>> rank_classes(const Config& config, int world_size,
              stages = ranks_along(shape, axes.stages.names), columns = ranks_along(shape, axes.columns.names);
   // Ranks of tp hold as much where they cut evenly, but of experts, which are dealt over them and others at once.
   const bool even = cut_evenly(config, mesh.size(axes.layers)), hold_alike = even && !deals_experts(config, shape);
+  const std::vector<int> like = first_alike(pipeline, shape, axes.stages, !apart && treats_layers_alike(config));
   std::map<std::pair<int, int>, Held> held;
   const auto place_of = [&](int rank) {
     const auto r = static_cast<size_t>(rank);
-    return std::pair(stages[r], hold_alike ? 0 : tp[r]);
+    return std::pair(like[static_cast<size_t>(stages[r])], hold_alike ? 0 : tp[r]);
   };
   for (int rank = 0; rank < world_size; ++rank) {
     if (!held.contains(place_of(rank))) held.emplace(place_of(rank), held_elements(config, world_size, rank, apart));

@@ -23,11 +23,16 @@ using schedules::Action;
 using schedules::Kind;
 using schedules::Schedule;
 
+using Key = std::tuple<Kind, int, int>;  ///< of an action: kind, stage, micro-batch
+
+Key key_of(const Action& action, int micro_batch) { return {action.kind, action.stage, micro_batch}; }
+
 /// What tells actions apart.
 struct Place {
   Kind kind{};
   int stage = 0;
   bool first = false, second = false, last = false;  ///< of its kind and stage; the second where neighbours count, whose first was another
+  bool alone = false;                                ///< no other micro-batch is between forward and backward there, with which it would share copies of weights
   std::vector<std::pair<Kind, int>> neighbours{};
   auto operator<=>(const Place&) const = default;
 };
@@ -40,10 +45,14 @@ Parts parts_of(const std::vector<Leg>& legs, int micro_batches, bool neighbours)
   const auto count = [](std::map<std::pair<Kind, int>, int>& counts, const Action& action) { return ++counts[{action.kind, action.stage}]; };
   for (const Leg& leg : legs) count(all, leg.action);
   Parts parts(static_cast<size_t>(micro_batches));
+  std::map<int, int> in_flight;  // by stage
   for (size_t i = 0; i < legs.size(); ++i) {
     const Action& action = legs[i].action;
     const int number = count(before, action);
     Place place{.kind = action.kind, .stage = action.stage, .first = number == 1, .last = number == all[{action.kind, action.stage}]};
+    int& others = in_flight[action.stage];
+    if (action.kind == Kind::Forward) place.alone = others++ == 0;
+    if (action.kind == Kind::Backward || action.kind == Kind::BackwardInput) place.alone = --others == 0;
     if (neighbours) {
       place.second = number == 2;
       if (i > 0) place.neighbours.emplace_back(legs[i - 1].action.kind, legs[i - 1].action.stage);
@@ -86,6 +95,35 @@ std::optional<std::vector<int>> stand_ins(const Parts& whole, const Parts& shown
   return found;
 }
 
+/// Whether each action takes and makes the messages that its stand-in does.
+bool same_messages(const std::vector<Leg>& whole, const std::vector<Leg>& shown, const std::vector<int>& stands_for) {
+  std::map<Key, const Leg*> known;
+  for (const Leg& leg : shown) known.emplace(key_of(leg.action, leg.action.micro_batch), &leg);
+  const auto same = [&](const std::vector<pipeline::Message>& x, const std::vector<pipeline::Message>& y) {
+    return std::ranges::equal(x, y, [&](const auto& one, const auto& other) {
+      return one.crossing == other.crossing && one.gradient == other.gradient && stands_for[static_cast<size_t>(one.micro_batch)] == other.micro_batch;
+    });
+  };
+  return std::ranges::all_of(whole, [&](const Leg& leg) {
+    const Leg& like = *known.at(key_of(leg.action, stands_for[static_cast<size_t>(leg.action.micro_batch)]));
+    return same(leg.needs, like.needs) && same(leg.sends, like.sends);
+  });
+}
+
+std::optional<Rehearsal> shown_by(const Made& whole, const Parts& of_whole, std::vector<Leg> shown, int fewer, const std::vector<std::string>& channels,
+                                  bool neighbours) {
+  const int last_stage = whole.schedule.stages() - 1;
+  if (runs_ahead(shown, last_stage) != runs_ahead(whole.legs, last_stage)) return std::nullopt;
+  auto found = stand_ins(of_whole, parts_of(shown, fewer, neighbours));
+  if (!found || !same_messages(whole.legs, shown, *found)) return std::nullopt;
+  return Rehearsal{.micro_batches = fewer,
+                   .stands_for = std::move(*found),
+                   .shown = std::move(shown),
+                   .whole = whole.legs,
+                   .tags = pipeline::end_of_tags(1, pipeline::chain(whole.schedule.stages())),
+                   .channels = channels};
+}
+
 }  // namespace
 
 std::optional<Rehearsal> shortest_rehearsal(const std::function<Schedule(int)>& make, int micro_batches, int rank, const std::vector<std::string>& channels,
@@ -94,28 +132,28 @@ std::optional<Rehearsal> shortest_rehearsal(const std::function<Schedule(int)>& 
   if (micro_batches <= fewest) return std::nullopt;
   const Made whole = made_for(make, micro_batches, rank);
   if (whole.schedule.is_asynchronous()) return std::nullopt;
-  const int last_stage = whole.schedule.stages() - 1;
   const Parts of_whole = parts_of(whole.legs, micro_batches, neighbours);
   const int most = std::min(micro_batches, fewest + 8 * whole.schedule.stages());  // beyond, a schedule that does not repeat itself
   for (int fewer = fewest; fewer < most; ++fewer) {
-    const auto shown = [&]() -> std::optional<Made> {
+    auto shown = [&]() -> std::optional<Made> {
       try {
         return made_for(make, fewer, rank);
       } catch (const ConfigError&) {
         return std::nullopt;  // a number that this schedule cannot take
       }
     }();
-    if (!shown || runs_ahead(shown->legs, last_stage) != runs_ahead(whole.legs, last_stage)) continue;
-    if (auto found = stand_ins(of_whole, parts_of(shown->legs, fewer, neighbours))) {
-      return Rehearsal{.micro_batches = fewer,
-                       .stands_for = std::move(*found),
-                       .shown = shown->legs,
-                       .whole = whole.legs,
-                       .tags = pipeline::end_of_tags(1, pipeline::chain(whole.schedule.stages())),
-                       .channels = channels};
-    }
+    if (!shown) continue;
+    if (auto found = shown_by(whole, of_whole, std::move(shown->legs), fewer, channels, neighbours)) return found;
   }
   return std::nullopt;
+}
+
+std::optional<Rehearsal> rehearsal_by(std::vector<Leg> shown, const std::function<Schedule(int)>& make, int micro_batches, int rank,
+                                      const std::vector<std::string>& channels, bool neighbours) {
+  int fewer = 0;
+  for (const Leg& leg : shown) fewer = std::max(fewer, leg.action.micro_batch + 1);
+  const Made whole = made_for(make, micro_batches, rank);
+  return shown_by(whole, parts_of(whole.legs, micro_batches, neighbours), std::move(shown), fewer, channels, neighbours);
 }
 
 namespace {
@@ -125,9 +163,6 @@ struct Span {
 };
 
 using Arrival = std::tuple<int, int, bool>;  ///< crossing, micro-batch, whether it is a gradient
-using Key = std::tuple<Kind, int, int>;      ///< of an action: kind, stage, micro-batch
-
-Key key_of(const Action& action, int micro_batch) { return {action.kind, action.stage, micro_batch}; }
 
 /// The shorter step in pieces.
 struct Pieces {

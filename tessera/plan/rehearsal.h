@@ -26,6 +26,12 @@ struct Rehearsal {
 std::optional<Rehearsal> shortest_rehearsal(const std::function<schedules::Schedule(int micro_batches)>& make, int micro_batches, int rank,
                                             const std::vector<std::string>& channels, bool neighbours);
 
+/// The one that is read from a step which another rank has run, of whatever micro-batches: `shown` is that rank's, by the names of what this one holds
+/// (renamed_legs). What a rank does is the order of its actions alone, so ranks that warm up differently can be read from one. Nothing where it shows too
+/// little.
+std::optional<Rehearsal> rehearsal_by(std::vector<pipeline::Leg> shown, const std::function<schedules::Schedule(int micro_batches)>& make, int micro_batches,
+                                      int rank, const std::vector<std::string>& channels, bool neighbours);
+
 /// Tells `visit` of each event of the whole step: those before and after the actions as they were, and each action as it was shown, in the whole step's order;
 /// with what stands for what, both -1 outside of actions. What lies in a bracket named `kLeftOut` stays out.
 void for_each_event(const Events& shown, const Rehearsal& rehearsal, const std::function<void(const Event& event, int stand_in, int micro_batch)>& visit);

@@ -18,6 +18,7 @@
 #include "tessera/core/host_read.h"
 #include "tessera/core/log.h"
 #include "tessera/expert_parallel/expert_parallel.h"
+#include "tessera/mesh/positions.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/nn/operators.h"
 #include "tessera/nn/sharing.h"
@@ -84,10 +85,11 @@ at::Tensor norm_of(const Config& config, const Composition& run, at::Device devi
 
 /// Of the ranks that hold the last stage, and so have the losses, one of those that have the same.
 std::vector<bool> that_bring_losses(const Mesh& mesh, const MeshRoles& roles, int last_stage, const comm::Group& group) {
+  const std::vector<int> of_layers = ranks_along(mesh.shape(), roles.layers.names), of_stages = ranks_along(mesh.shape(), roles.stages.names);
   std::vector<bool> brings;
   for (int member = 0; member < group.size(); ++member) {
-    const int rank = group.world_rank(member);
-    brings.push_back(mesh.rank(rank, roles.layers) == 0 && mesh.rank(rank, roles.stages) == last_stage);
+    const auto rank = static_cast<size_t>(group.world_rank(member));
+    brings.push_back(of_layers[rank] == 0 && of_stages[rank] == last_stage);
   }
   return brings;
 }

@@ -19,6 +19,11 @@ namespace {
 
 class RankClassesTest : public testing_support::TrainFixture {
  protected:
+  template <class... Options>
+  static std::vector<std::vector<int>> classes_of(const Config& config, int world, Options... options) {
+    return plan::rank_classes(config, world, plan::plan_pipeline(config, world), options...);
+  }
+
   /// Elements that each rank holds of what is sharded.
   static std::vector<int64_t> held(const Config& config, int world) {
     const auto ranks = comm::World::dry(world, 0, std::make_shared<comm::Recorder>(), comm::world_options(config.comm));
@@ -33,6 +38,27 @@ class RankClassesTest : public testing_support::TrainFixture {
   }
 };
 
+/// What is asked of one stage is so of those that are like it.
+TEST_F(RankClassesTest, StagesBetweenTheEndsHoldWhatTheFirstOfThemDoes) {
+  const int world = 15;
+  for (const std::string stage : {"1", "2", "3"}) {
+    const Config deep = config("gpt2", {"zero.stage=" + stage, "mesh.pp=5", "mesh.dp_shard=3", "model.layers=9", "batch.micro_size=1", "batch.global_size=12"});
+    std::vector<int64_t> elements;
+    for (int rank = 0; rank < world; ++rank) {
+      const auto alone = comm::World::dry(world, rank, std::make_shared<comm::Recorder>(), comm::world_options(deep.comm));
+      const Mesh mesh(alone, mesh_shape(deep.mesh, deep.zero.stage, world));
+      const auto of_rank = compose(deep, mesh, at::kMeta).synchronizer->held_elements(mesh.rank(rank, "dp_shard"));
+      elements.push_back(std::accumulate(of_rank.begin(), of_rank.end(), int64_t{0}));
+    }
+    const auto classes = classes_of(deep, world);
+    ASSERT_EQ(classes.size(), 5);
+    for (const auto& ranks : classes) {
+      EXPECT_EQ(ranks.size(), 3);
+      for (const int rank : ranks) EXPECT_GE(elements[static_cast<size_t>(ranks.front())], elements[static_cast<size_t>(rank)]) << "zero.stage " << stage;
+    }
+  }
+}
+
 TEST_F(RankClassesTest, OfManyRanksTheOneThatHoldsMostStandsForItsClass) {
   bool other_than_first = false;
   for (const int world : {9, 11, 16}) {
@@ -43,7 +69,7 @@ TEST_F(RankClassesTest, OfManyRanksTheOneThatHoldsMostStandsForItsClass) {
             config("gpt2", {"zero.stage=" + stage, "zero.wrap=" + wrap, "batch.micro_size=1", "batch.global_size=" + std::to_string(3 * world / 2)});
         const auto elements = held(uneven, world);
         std::vector<int> all;
-        for (const auto& ranks : plan::rank_classes(uneven, world)) {
+        for (const auto& ranks : classes_of(uneven, world)) {
           const int64_t stands = elements[static_cast<size_t>(ranks.front())];
           for (const int rank : ranks) EXPECT_GE(stands, elements[static_cast<size_t>(rank)]) << "rank " << ranks.front() << " for rank " << rank;
           const int first = *std::ranges::min_element(ranks);
@@ -65,7 +91,7 @@ TEST_F(RankClassesTest, PartsOfASequenceAreOneClassWhereTheirShapesAre) {
   const auto classes = [&](int ranks, std::vector<std::string> sets) {
     sets.insert(sets.end(), {"mesh.cp=" + std::to_string(ranks), "batch.micro_size=1", "batch.global_size=1", "run.steps=2"});
     const Config cut = config("llama", sets);
-    const auto found = plan::rank_classes(cut, ranks);
+    const auto found = classes_of(cut, ranks);
     const auto peaks = train(cut, ranks).peak_of_rank;
     for (const auto& members : found) {
       for (const int rank : members) EXPECT_EQ(peaks[static_cast<size_t>(rank)], peaks[static_cast<size_t>(members.front())]) << rank;
@@ -82,7 +108,7 @@ TEST_F(RankClassesTest, PartsOfASequenceAreOneClassWhereTheirShapesAre) {
   // Of many ranks those that meet the same tiles stand for each other; the last one's two parts lie beside each other, and are one tile.
   for (const std::string method : {"ring", "all_gather"}) {
     const Config many = config("llama", {"mesh.cp=16", "data.seq_len=64", "batch.micro_size=1", "batch.global_size=1", "context.method=" + method});
-    EXPECT_EQ(plan::rank_classes(many, 16).size(), 2U);
+    EXPECT_EQ(classes_of(many, 16).size(), 2U);
   }
 }
 
@@ -111,7 +137,7 @@ TEST_F(RankClassesTest, OfRanksWhoseExpertsGetOtherRowsTheFullestIsRun) {
     const Config dealt = config("mixtral", all);
     const Mesh mesh(comm::World::dry(world, 0, std::make_shared<comm::Recorder>()), mesh_shape(dealt.mesh, dealt.zero.stage, world));
     const std::vector<int64_t> rows = plan::dealt_rows(dealt, mesh, experts::DryLoad::Even, 1);
-    const auto found = plan::rank_classes(dealt, world);
+    const auto found = classes_of(dealt, world);
     EXPECT_EQ(found.size(), classes) << ::testing::PrintToString(found);
     for (const auto& ranks : found) {
       for (const int rank : ranks) EXPECT_GE(rows.at(static_cast<size_t>(ranks.front())), rows.at(static_cast<size_t>(rank))) << rank;
@@ -127,7 +153,7 @@ TEST_F(RankClassesTest, ManyExpertsAreFewClasses) {
   const auto classes = [&](std::vector<std::string> sets) {
     sets.insert(sets.end(), {"mesh.tp=8", "zero.stage=3", "model.experts=64", "model.heads=8", "model.dim=64", "model.vocab_size=264", "model.layers=1",
                              "batch.micro_size=1", "batch.global_size=2048"});
-    return plan::rank_classes(config("mixtral", sets), 16384).size();
+    return classes_of(config("mixtral", sets), 16384).size();
   };
   const std::string tp_first = R"(mesh.order=["tp","dp_replicate","dp_shard","pp","cp"])";
   EXPECT_EQ(classes({"data.seq_len=1024", "mesh.ep=64", "model.experts_per_token=8"}), 1U)
@@ -163,9 +189,9 @@ TEST_F(RankClassesTest, RanksOfEvenCutsDoTheSame) {
       larger.emplace_back("batch.global_size=32");
       larger.emplace_back("mesh.dp_replicate=" + std::to_string(even.zero.stage > 0 ? 2 : 4));
       const int pipelines = std::ranges::find(sets, "mesh.pp=2") != sets.end() ? 2 : 1;
-      EXPECT_EQ(plan::rank_classes(config(family, larger), 16 * pipelines).size(), static_cast<size_t>(pipelines));
+      EXPECT_EQ(classes_of(config(family, larger), 16 * pipelines).size(), static_cast<size_t>(pipelines));
       larger.emplace_back("model.vocab_size=261");
-      EXPECT_EQ(plan::rank_classes(config(family, larger), 16 * pipelines).size(), static_cast<size_t>(4 * pipelines)) << "whose vocabulary is cut unevenly";
+      EXPECT_EQ(classes_of(config(family, larger), 16 * pipelines).size(), static_cast<size_t>(4 * pipelines)) << "whose vocabulary is cut unevenly";
     }
   }
 }

@@ -143,17 +143,45 @@ TEST_F(RehearsalTest, TellsStagesBetweenTheEndsFromOneAnother) {
     return made;
   }();
   using Case = std::tuple<std::string, Sets, int>;
-  for (const auto& [family, sets, world] : std::vector<Case>{{"llama", {"mesh.pp=5", "batch.global_size=7"}, 5},
-                                                             {"llama", {"mesh.pp=5", "mesh.dp_shard=2", "zero.stage=2", "batch.global_size=12"}, 10},
-                                                             {"gpt2", {"mesh.pp=5", "pipeline.schedule=zb_h1", "batch.global_size=8"}, 5},
-                                                             {"llama", {"mesh.pp=4", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"}, 4},
-                                                             {"llama", {"mesh.pp=4", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2"}, 4},
-                                                             {"llama", {"mesh.pp=4", "recompute.mode=full", "recompute.every=2"}, 4}}) {
+  for (const auto& [family, sets, world] : std::vector<Case>{
+           {"llama", {"mesh.pp=5", "batch.global_size=7"}, 5},
+           {"llama", {"mesh.pp=5", "mesh.dp_shard=2", "zero.stage=2", "batch.global_size=12"}, 10},
+           {"gpt2", {"mesh.pp=5", "pipeline.schedule=zb_h1", "batch.global_size=8"}, 5},
+           {"llama", {"mesh.pp=4", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"}, 4},
+           {"llama", {"mesh.pp=4", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2"}, 4},
+           {"llama", {"mesh.pp=5", "pipeline.schedule=v_min", "pipeline.virtual_stages=2"}, 5},
+           {"llama",
+            {"mesh.pp=8", "model.layers=46", "batch.global_size=16", "precision.compute=bf16", "pipeline.schedule=v_min", "pipeline.virtual_stages=2"},
+            8},
+           {"llama", {"mesh.pp=5", "mesh.dp_shard=2", "zero.stage=1", "batch.global_size=32"}, 10},
+           {"llama", {"mesh.pp=4", "recompute.mode=full", "recompute.every=2"}, 4}}) {
     SCOPED_TRACE(family + " " + ::testing::PrintToString(sets));
     Sets all{"model.layers=10", "batch.global_size=8", "batch.micro_size=1", "run.threads=1"};
     all.insert(all.end(), sets.begin(), sets.end());
     const Config asked = config(family, all);
     EXPECT_EQ(to_json(dry_run(asked, world, {.machine = machine})), to_json(dry_run(asked, world, {.machine = machine, .share_traces = false})));
+  }
+}
+
+/// However differently they warm up: what each does with a micro-batch is the same, but that some have other micro-batches beside it in a stage, and some none.
+TEST_F(RehearsalTest, RunsFewOfTheRanksBetweenTheEnds) {
+  using Case = std::tuple<std::string, std::string, std::set<int>>;
+  for (const auto& [schedule, stages, expected] :
+       std::vector<Case>{{"1f1b", "1", {1, 2, 8}}, {"zb_h1", "1", {1, 2, 8}}, {"interleaved", "2", {1, 2, 4, 8}}, {"v_min", "2", {1, 2, 4, 8}}}) {
+    SCOPED_TRACE(schedule);
+    const Sets sets{"mesh.pp=8",
+                    "zero.stage=0",
+                    "batch.micro_size=1",
+                    "batch.global_size=24",
+                    "run.threads=1",
+                    "pipeline.schedule=" + schedule,
+                    "pipeline.virtual_stages=" + stages,
+                    "model.layers=" + std::to_string(stages == "1" ? 30 : 46)};
+    std::set<int> run;
+    DryRunOptions options;
+    options.progress = [&](const DryRunProgress& progress) { run.insert(progress.kind); };
+    EXPECT_EQ(dry_run(config("llama", sets), 8, options).ranks.size(), 8);
+    EXPECT_EQ(run, expected);
   }
 }
 
@@ -175,15 +203,24 @@ TEST(AlikeStages, MessagesGetTheirOwnPeersAndTags) {
     return found;
   };
   Events told = events(1);
-  ASSERT_TRUE(same_legs(legs(1), {1}, legs(1), {1}));
-  EXPECT_FALSE(same_legs(legs(1), {1}, legs(3), {3})) << "which warms up less";
   for (Event& event : told) std::get<CollectiveEvent>(event.what).peer = 0;
   ASSERT_TRUE(readdress(told, legs(1), 1, 5, {"pp"}));
   EXPECT_EQ(told, events(1));
   // Of one micro-batch the second and the third do the same.
   const auto one = schedules::one_f_one_b(5, 1);
   const auto of = [&](int rank) { return pipeline::itinerary(one, pipeline::chain(5), rank); };
-  EXPECT_TRUE(same_legs(of(1), {1}, of(2), {2}));
+  const auto own = of(2), told_of = renamed_legs(of(1), {1}, {2});
+  ASSERT_EQ(told_of.size(), own.size());
+  for (size_t i = 0; i < own.size(); ++i) {
+    EXPECT_EQ(told_of[i].action.stage, 2);
+    const auto without_peers = [](std::vector<pipeline::Message> messages) {
+      for (auto& message : messages) message.peer = 0;
+      return messages;
+    };
+    EXPECT_EQ(without_peers(told_of[i].posts), without_peers(own[i].posts));
+    EXPECT_EQ(without_peers(told_of[i].needs), without_peers(own[i].needs));
+    EXPECT_EQ(without_peers(told_of[i].sends), without_peers(own[i].sends));
+  }
   Events moved;
   for (const auto& leg : of(1)) {
     for (const auto& post : leg.posts)
@@ -209,6 +246,12 @@ TEST_F(RehearsalTest, GivesThePlanOfAPipeline) {
   expect_the_same("gpt2", {"model.layers=4", "batch.global_size=12", "mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"}, 2);
   expect_the_same("llama", {"model.layers=4", "batch.global_size=12", "mesh.pp=2", "pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "mesh.tp=2"}, 4);
   expect_the_same("mlp", {"model.layers=4", "batch.global_size=9", "mesh.pp=2", "pipeline.schedule=pipedream"}, 2);
+  for (const std::string schedule : {"1f1b", "interleaved", "zb_v", "v_min"}) {  // whose micro-batches share copies of weights
+    expect_the_same("llama",
+                    {"model.layers=6", "batch.global_size=9", "mesh.pp=3", "precision.compute=bf16", "pipeline.schedule=" + schedule,
+                     "pipeline.virtual_stages=" + std::string(schedule == "1f1b" ? "1" : "2")},
+                    3);
+  }
 }
 
 /// What a check of messages needs belongs to the message, wherever it is posted.
@@ -238,6 +281,28 @@ TEST(Rehearsal, RunsAsFewMicroBatchesAsThereAreKinds) {
   const auto looking = shortest_rehearsal(one, 6, /*rank=*/0, {}, /*neighbours=*/true);
   ASSERT_TRUE(looking);
   EXPECT_EQ(looking->stands_for, (std::vector<int>{0, 1, 2, 2, 2, 3}));
+}
+
+/// One that comes to a stage alone makes what it shares with those behind it, and the last to leave takes it away: neither is the other's.
+TEST(Rehearsal, KnowsWhoMeetsOthersInAStage) {
+  const auto schedule_of = [](const std::string& actions) {
+    schedules::Schedule schedule{.name = "one", .micro_batches = static_cast<int>(actions.size()) / 4, .rank_of = {0}, .actions = {{}}};
+    for (size_t i = 0; i < actions.size(); i += 2) {
+      schedule.actions[0].push_back({.kind = actions[i] == 'F' ? schedules::Kind::Forward : schedules::Kind::Backward, .micro_batch = actions[i + 1] - '0'});
+    }
+    return schedule;
+  };
+  const auto told_by = [&](const std::string& shown, const std::string& whole) {
+    return rehearsal_by(
+        pipeline::itinerary(schedule_of(shown), pipeline::chain(1), 0), [&](int) { return schedule_of(whole); }, static_cast<int>(whole.size()) / 4, /*rank=*/0,
+        {}, /*neighbours=*/false);
+  };
+  const std::string last_first = "F0B0F1F2B2B1F3B3", first_first = "F0B0F1F2B1B2F3B3";
+  EXPECT_FALSE(told_by(last_first, first_first));
+  EXPECT_FALSE(told_by(first_first, last_first));
+  const auto twice = told_by(first_first, "F0B0F1F2B1B2F3F4B3B4F5B5");
+  ASSERT_TRUE(twice);
+  EXPECT_EQ(twice->stands_for, (std::vector<int>{0, 1, 2, 1, 2, 3}));
 }
 
 }  // namespace
