@@ -123,6 +123,15 @@ void say_what_is_forgotten(size_t prompt, int64_t wanted, const ModelConfig& mod
       tokens, most, newest);
 }
 
+/// A model has learnt nothing of the id that stands for them.
+void say_what_cannot_be_spelled(const std::vector<int64_t>& prompt, const data::Tokenizer& tokenizer) {
+  const auto unknown = tokenizer.unknown();
+  const int64_t unspelled = unknown ? std::ranges::count(prompt, int64_t{*unknown}) : 0;
+  if (unspelled == 0) return;
+  log().warn("{} of the {} tokens of --prompt are the unknown id, for text that the tokenizer cannot spell: the model goes on from the rest", unspelled,
+             prompt.size());
+}
+
 /// One text is made by one copy of the model.
 void check_layout(const Config& config, int ranks) {
   const auto layout = reading_layout(config, ranks);
@@ -197,8 +206,10 @@ int generate_text(const GenerateFlags& flags) {
   Settings settings = reading_settings(source, found);
   for (auto& flag : flag_settings(flags)) settings.push_back(std::move(flag));
   if (comm::read_environment().rank == 0) {
-    for (size_t i = 0; i < wanted.requests.size(); i += static_cast<size_t>(flags.samples))
+    for (size_t i = 0; i < wanted.requests.size(); i += static_cast<size_t>(flags.samples)) {
+      say_what_cannot_be_spelled(wanted.requests[i].prompt, tokenizer);
       say_what_is_forgotten(wanted.requests[i].prompt.size(), flags.max_tokens, config.model);
+    }
   }
   auto options = comm::world_options(config.comm);
   options.device = device;

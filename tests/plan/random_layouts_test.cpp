@@ -10,7 +10,9 @@
 
 #include "tessera/core/error.h"
 #include "tessera/plan/bounds.h"
+#include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/machine.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tests/dice.h"
@@ -198,6 +200,68 @@ TEST_F(RandomLayoutPlans, TheMostHasTheCopyOfResultsThatDroppedRowsCost) {
     return only<OperatorEvent>(plan::dry_run(made, 2, {.events = true, .routed = routed}).ranks.at(0).events).size();
   };
   EXPECT_GT(operators(experts::DryLoad::Most), operators(experts::DryLoad::Even));
+}
+
+/// A layout's pipeline, made deep: of its ranks and micro-batches a plan runs few, and reads the others from them.
+class RandomDeepPlans : public RandomLayoutPlans {
+ protected:
+  std::optional<std::pair<Config, int>> deep(const RandomLayout& drawn, uint64_t seed) const {
+    testing_support::Dice dice(seed * 6700417 + 3);
+    const int pp = dice.one_of({4, 5, 6, 8, 9}), chunks = dice.one_of({1, 1, 2, 2, 3});
+    const std::string schedule = chunks == 1   ? dice.one_of({"1f1b", "1f1b", "gpipe", "zb_h1", "zb_h2", "zb_1p", "pipedream"})
+                                 : chunks == 2 ? dice.one_of({"interleaved", "breadth_first", "zb_v", "dualpipev", "v_half", "v_min"})
+                                               : dice.one_of({"interleaved", "breadth_first"});
+    const int layers = pp * chunks * dice.one_of({1, 2, 3}) - dice.one_of({0, 0, 1, 2, 3}), per_rank = pp * dice.one_of({1, 2, 3}) - dice.one_of({0, 0, 1, 2});
+    std::optional<std::pair<Config, int>> made;
+    for (const RandomLayout& less : drawn.ever_less()) {
+      RandomLayout layout = less;
+      const auto along = [&](const std::string& axis) {
+        int ranks = 1;
+        for (const std::string& set : layout.sets) {
+          if (set.starts_with(axis + "=")) ranks = std::stoi(set.substr(axis.size() + 1));
+        }
+        return ranks;
+      };
+      const int data = along("mesh.dp_replicate") * along("mesh.dp_shard");
+      std::erase_if(layout.sets,
+                    [](const std::string& set) { return set.starts_with("pipeline.") || set.starts_with("batch.") || set.starts_with("model.layers="); });
+      layout.sets.insert(layout.sets.end(), {"mesh.pp=" + std::to_string(pp), "model.layers=" + std::to_string(std::max(layers, 1)), "batch.micro_size=1",
+                                             "pipeline.schedule=" + schedule, "pipeline.virtual_stages=" + std::to_string(chunks),
+                                             "batch.global_size=" + std::to_string(data * per_rank)});
+      if ((made = lawful(layout, /*compared=*/false))) break;
+    }
+    return made;
+  }
+
+  void run_deep(uint64_t begin, uint64_t end) const {
+    const plan::Machine machine = [] {
+      plan::Machine made = plan::machine_of(plan::find_device("h100"));
+      made.devices_per_host = 3;
+      return made;
+    }();
+    const std::string lines = write_lines();
+    int planned = 0;
+    for (uint64_t seed = begin; seed < end; ++seed) {
+      const auto made = deep(LayoutDice(seed, lines).draw(), seed);
+      if (!made) continue;
+      ++planned;
+      const auto& [config, world] = *made;
+      SCOPED_TRACE("seed " + std::to_string(seed) + " on " + std::to_string(world) + " ranks: " + to_toml(config));
+      const auto plan_by = [&, &config = config, world = world](const plan::DryRunOptions& options) { return to_json(plan::dry_run(config, world, options)); };
+      const auto all = plan_by({.machine = machine, .allocator = plan::DeviceAllocator{}, .rehearse = false});
+      EXPECT_EQ(plan_by({.machine = machine, .allocator = plan::DeviceAllocator{}, .share_traces = false}), all) << "few micro-batches stand for all";
+      EXPECT_EQ(plan_by({.machine = machine, .allocator = plan::DeviceAllocator{}}), all) << "few ranks stand for all";
+    }
+    EXPECT_GT(planned, (end - begin) / 4) << "most are refused";
+  }
+};
+
+/// To the byte and the microsecond.
+TEST_F(RandomDeepPlans, OfFewRanksAndMicroBatchesAreThoseOfAll) { run_deep(0, 6); }
+
+TEST_F(RandomDeepPlans, DISABLED_Many) {
+  const auto [begin, end] = testing_support::seeds_asked(6, 200);
+  run_deep(begin, end);
 }
 
 TEST_F(RandomLayoutPlans, DISABLED_Many) {

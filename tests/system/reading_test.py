@@ -75,6 +75,10 @@ class Reading(SystemTest):
             self.assertEqual([found["tokens"], found["unknown_tokens"], found["tokens_left_out"]], [1984, 397, 15])
             self.assertEqual(done.stderr.count("20% of the tokens of --file (397 of 1984)"), 1, done.stderr)
             self.assertEqual(done.stderr.count("the last 15 of the tokens of --file make no whole window of --seq-len = 32"), 1, done.stderr)
+        prompts = [run("generate", "--checkpoint", self.folder / "ckpt", "--prompt", prompt, "--max-tokens", 1, "--nproc", 2, "--set", "mesh.tp=2")
+                   for prompt in ("the \u4e2d", "the ")]
+        sentence = "1 of the 5 tokens of --prompt are the unknown id"
+        self.assertEqual([(done.returncode, done.stderr.count(sentence), done.stderr.count("unknown id")) for done in prompts], [(0, 1, 1), (0, 0, 0)])
         spelled = self.folder / "spelled.txt"
         spelled.write_text("that is. " * 71 + "on")  # 641 ids: 20 whole windows of 32
         done = run("eval", "--checkpoint", self.folder / "ckpt", "--file", spelled, "--seq-len", 32, "--json")
