@@ -17,6 +17,7 @@
 
 #include "cli/commands.h"
 #include "cli/common.h"
+#include "tessera/checkpoint/folders.h"
 #include "tessera/comm/algorithms/choice.h"
 #include "tessera/comm/decorators/inject.h"
 #include "tessera/comm/meeting/network.h"
@@ -168,14 +169,25 @@ void check_reached(const char* knob, const std::string& path) {
   }
 }
 
+// Whoever would make a folder of that name finds the link in its way.
+void require_no_dead_link(const char* knob, const std::string& folder) {
+  std::error_code neither;
+  check_reached(knob, folder);
+  require(is_there(folder) || !std::filesystem::is_symlink(folder, neither), knob, " = ", folder,
+          ": is a link to a folder that does not exist; make that, or name another ", knob);
+}
+
 // A run saves its configuration as config.toml in log.dir: over one that a run has saved, and over nobody's own. Its timeline begins anew there: not over the
 // one that it makes its schedule for, which a restart and a resumed run have to find as it was.
 void check_log_dir(const TrainFlags& flags, const Config& config) {
   std::error_code neither;
-  check_reached("log.dir", config.log.dir);
   const bool own = std::filesystem::equivalent(flags.file, std::filesystem::path(config.log.dir) / "config.toml", neither) && !is_saved_config(flags.file);
-  require(is_there(config.log.dir) || !std::filesystem::is_symlink(config.log.dir, neither), "log.dir = ", config.log.dir,
-          ": is a link to a folder that does not exist; make that, or name another log.dir");
+  require_no_dead_link("log.dir", config.log.dir);
+  const auto saves = std::filesystem::absolute(config.checkpoint.dir).lexically_normal(), logs = std::filesystem::absolute(config.log.dir).lexically_normal();
+  const auto [of_saves, of_logs] = std::ranges::mismatch(saves, logs);
+  const bool within = !config.checkpoint.dir.empty() && of_saves == saves.end() && of_logs != logs.end();
+  require(!within || !checkpoint::is_of_saves(*of_logs), "log.dir = ", config.log.dir,
+          ": lies in a folder that saves into checkpoint.dir = ", config.checkpoint.dir, " make, set aside and delete; name another log.dir");
   require(!own, "log.dir = ", config.log.dir, ": the run saves its configuration there as config.toml, over the one that it reads (", flags.file,
           "); name another log.dir, or rename the file");
   const PipelineConfig& pipeline = config.pipeline;
@@ -208,9 +220,10 @@ void write_text(const std::filesystem::path& file, const std::string& text, bool
   if (was_there && read_text_file(file.string(), file.string()) == text) return;
   std::filesystem::create_directories(file.parent_path(), error);
   const int no_folder = error.value();
-  std::filesystem::path whole = file;
+  const std::filesystem::path place = target_of(file);  // a link stays one
+  std::filesystem::path whole = place;
   whole += ".new";
-  int reason = try_to_replace(file, whole, text);
+  int reason = try_to_replace(place, whole, text);
   if (reason == 0) return;
   if (no_folder != 0) reason = no_folder;
   const std::string name = file.filename().string();
@@ -413,6 +426,7 @@ Inputs hold_checkpoint_dir(const Config& config, bool restarted) {
 void try_checkpoint_dir(const Config& config) {
   if (config.checkpoint.dir.empty()) return;
   std::error_code error;
+  require_no_dead_link("checkpoint.dir", config.checkpoint.dir);
   std::filesystem::create_directories(config.checkpoint.dir, error);
   const int problem = error ? error.value() : problem_of_writing_in(config.checkpoint.dir);
   if (problem != 0) {

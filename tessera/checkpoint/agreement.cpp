@@ -21,11 +21,11 @@ nlohmann::json to_json(const std::optional<T>& value) {
 }
 nlohmann::json to_json(const ByPattern& places) { return places.by_pattern.empty() ? nlohmann::json(places.everywhere) : nlohmann::json(places.by_pattern); }
 
-/// Every field of a section but its paths, which may differ from machine to machine.
+/// Every field of a section but its paths, which may differ from machine to machine; `names`: with those that may be a name instead.
 template <class Section>
-void add_fields(nlohmann::json& fields, const std::string& name, const Section& section) {
+void add_fields(nlohmann::json& fields, const std::string& name, const Section& section, bool names = false) {
   Section::for_each_field(section, [&](const char* key, const auto& value, const FieldRule& rule, std::string_view) {
-    if (!rule.path) fields[name + "." + key] = to_json(value);
+    if (!rule.path || (names && !rule.choices.empty())) fields[name + "." + key] = to_json(value);
   });
 }
 
@@ -88,7 +88,8 @@ nlohmann::json agreement_of(const Config& config, const nlohmann::json& data_ide
 std::vector<std::string> changed_settings(const Config& saved, const Config& current) {
   const auto all = [](const Config& config) {
     auto fields = nlohmann::json::object();
-    Config::for_each_section(config, [&](const char* name, const auto& section, std::string_view) { add_fields(fields, name, section); });
+    Config::for_each_section(config, [&](const char* name, const auto& section, std::string_view) { add_fields(fields, name, section, /*names=*/true); });
+    fields.erase("data.tokenizer");  // is held to its content
     return fields;
   };
   const nlohmann::json before = all(saved), now = all(current);

@@ -150,7 +150,8 @@ struct HashShare {
   int index = 0, parts = 1;
 };
 
-/// Why the checkpoint in `folder` cannot be used, or nothing. With Hashes, `share` of its bytes are read.
+/// Why the checkpoint in `folder` cannot be used, or nothing. With Hashes, `share` of its bytes are read. Throws UnreadableFile (files.h) where the system does
+/// not give what it holds: that may be whole.
 std::optional<std::string> problem_with(const std::filesystem::path& folder, Thoroughness thoroughness = Thoroughness::Sizes, const HashShare& share = {});
 
 struct Latest {
@@ -159,7 +160,7 @@ struct Latest {
 };
 
 /// Looks through `dir`, newest step below `before` first, and stops at the first valid one whose recorded loss, where it has one and `verify` asks, is finite.
-/// A missing `dir` holds none. Not collective: one rank decides for all.
+/// A missing `dir` holds none. Throws UnreadableFile where one cannot be read, for an older one is no stand-in for it. Not collective: one rank decides for all.
 Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness = Thoroughness::Hashes, int64_t before = std::numeric_limits<int64_t>::max(),
                    bool verify = true);
 

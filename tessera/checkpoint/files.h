@@ -6,9 +6,18 @@
 #include <span>
 #include <string>
 
+#include "tessera/core/error.h"
+
 /// What the room needs of the operating system: files that are whole or absent, whatever moment the machine stops. Throws Error naming the file and the
 /// system's reason.
 namespace tessera::checkpoint {
+
+/// A file that is there, and that the system does not give: for want of permission, memory or descriptors, or for a fault of the disk or the network. Nothing
+/// is known of what it holds, so nobody may take it for damaged.
+class UnreadableFile : public ConfigError {
+ public:
+  using ConfigError::ConfigError;
+};
 
 /// A file that is being written.
 class OutputFile {
@@ -31,7 +40,8 @@ class OutputFile {
 /// A file mapped for reading; never more than the file is touched.
 class MappedFile {
  public:
-  explicit MappedFile(const std::filesystem::path& path);  ///< throws ConfigError where it cannot be read or is no regular file
+  /// Throws ConfigError where there is none or it is no regular file, UnreadableFile where it cannot be read.
+  explicit MappedFile(const std::filesystem::path& path);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;

@@ -108,6 +108,11 @@ bool makes_numbers(const nlohmann::json& progress) {
 std::string folder_name(int64_t step) { return fmt::format("{}{:08}", kPrefix, step); }
 std::string temporary_name(int64_t step) { return fmt::format("{}{:08}", kTemporary, step); }
 
+bool is_of_saves(const std::filesystem::path& name) {
+  static const std::regex ours(R"((\.tmp-)?step-[0-9]+(\.gone)?|set-aside-[0-9]+)");
+  return std::regex_match(name.string(), ours);
+}
+
 std::map<int64_t, std::filesystem::path> checkpoint_folders(const std::filesystem::path& dir) {
   std::map<int64_t, std::filesystem::path> folders;
   if (!is_folder(dir)) return folders;
@@ -189,6 +194,10 @@ std::optional<std::string> problem_with(const std::filesystem::path& folder, Tho
     }
     if (thoroughness == Thoroughness::Hashes) check_hashes(folder, manifest, share);
     return std::nullopt;
+  } catch (const UnreadableFile&) {
+    throw;
+  } catch (const std::filesystem::filesystem_error& error) {
+    throw UnreadableFile(detail::concat(error.path1().string(), ": cannot be looked at: ", error.code().message()));
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -224,6 +233,19 @@ Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness, 
   return latest;
 }
 
+namespace {
+
+/// What cannot be read may be.
+bool is_valid(const std::filesystem::path& folder, Thoroughness thoroughness) {
+  try {
+    return !problem_with(folder, thoroughness);
+  } catch (const UnreadableFile&) {
+    return false;
+  }
+}
+
+}  // namespace
+
 Pruned prune(const std::filesystem::path& dir, int64_t keep, const PruneOptions& options) {
   Pruned pruned;
   if (!is_folder(dir)) return pruned;
@@ -251,7 +273,7 @@ Pruned prune(const std::filesystem::path& dir, int64_t keep, const PruneOptions&
       if (!written->makes_numbers) continue;
       // Sizes would do for a disk that is full or a save that was killed. One that stays is read back whole: what it replaces is gone for good.
       const bool hash = valid == 0 && !options.known.contains(written->step);
-      valid += problem_with(written->folder, hash ? Thoroughness::Hashes : Thoroughness::Sizes) ? 0 : 1;
+      valid += is_valid(written->folder, hash ? Thoroughness::Hashes : Thoroughness::Sizes) ? 1 : 0;
       continue;
     }
     if (keep_foreign(written->folder)) continue;

@@ -18,6 +18,8 @@ std::string folder_name(int64_t step);
 
 /// Folder of a checkpoint that is being written, or taken away: ".tmp-step-00000010". Nothing reads these.
 std::string temporary_name(int64_t step);
+/// Whether a name is that of a folder that saves make, move aside or delete.
+bool is_of_saves(const std::filesystem::path& name);
 
 /// Everything in `dir` that is named as a checkpoint, by step. Empty where `dir` does not exist.
 std::map<int64_t, std::filesystem::path> checkpoint_folders(const std::filesystem::path& dir);

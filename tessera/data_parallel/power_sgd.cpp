@@ -184,19 +184,16 @@ class Compressed final : public BucketReduction {
         part.gradient.copy_(at::mm(part.p.clone().t(), q.clone()));
         continue;
       }
-      const at::Tensor error_before = on_host ? at::Tensor() : error.clone(), q_before = on_host ? at::Tensor() : matrix.q.clone();
-      error.copy_(part.gradient);
+      const auto if_finite = [&](const at::Tensor& value, const auto& otherwise) { return on_host ? value : at::where(finite, value, otherwise); };
+      error.copy_(if_finite(part.gradient, error));
       if (part.told->used) {
         part.gradient.copy_(at::mm(part.p.clone().t(), q.clone()));
-        error.sub_(part.gradient, 1.0 / channel_.group().size());
+        error.sub_(if_finite(part.gradient, 0), 1.0 / channel_.group().size());
       } else {
         part.gradient.zero_();  // nobody will apply it, so all of it stays owed
       }
-      matrix.q.copy_(q);
+      matrix.q.copy_(if_finite(q, matrix.q));
       revive(matrix.q, matrix.first_q);
-      if (on_host || finite.is_meta()) continue;
-      error.copy_(at::where(finite, error, error_before));
-      matrix.q.copy_(at::where(finite, matrix.q, q_before));
     }
     parts_.clear();
     release_scratch(first_);  // before the other buckets are done

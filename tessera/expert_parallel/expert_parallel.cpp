@@ -282,7 +282,7 @@ void cut_experts(const nn::GroupedExpertsImpl& experts, const comm::Group& group
   part.boxes = {Box{{first * rows, begin}, {here * rows, width}}};
   nn::cut_parameter(experts.w2, std::move(part));
   for (const at::Tensor& weight : {experts.w1, experts.w2, experts.w3})
-    nn::note_dealt(weight, {.group = group, .first = group.rank(), .by = "expert_parallel", .losses = losses});
+    nn::note_dealt(weight, {.group = group, .first = group.rank(), .by = kExpertParallel, .losses = losses});
 }
 
 /// Who else holds what of the experts has to be known to whoever cuts the other layers, and is known here: so it is said first.
@@ -325,7 +325,7 @@ std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm:
     if (group.size() == 1 && options.same_tokens.size() == 1) continue;
     require_unspoken_of(*held, path, group, options.same_tokens);
     if (group.size() > 1) cut_experts(*held, group, options.sharers, ranks_with_tokens(group, options.same_tokens));
-    nn::require_handle(*held, alive, "expert_parallel");
+    nn::require_handle(*held, alive, kExpertParallel);
     attached.add(nn::attach(*held, std::make_shared<Exchanged>(group, options)));
     attached.add(nn::expect_call(*held, "expert_parallel: '" + path + "'"));
   }

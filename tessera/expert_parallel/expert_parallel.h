@@ -12,6 +12,9 @@
 
 namespace tessera {
 
+/// Who has dealt experts, as nn::Dealt::by and messages name it.
+inline constexpr const char* kExpertParallel = "expert_parallel";
+
 struct ExpertParallelOptions {
   std::string experts = "**.experts";  ///< paths of the nn::GroupedExperts that are dealt
   /// So many neighbours of the group hold the same experts, and of each other rows of its width F: w1, w3 [E * F, D] by rows of each expert, w2 [E * D, F] by

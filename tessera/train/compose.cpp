@@ -459,10 +459,8 @@ void replace_updated(const Config& config, const Mesh& mesh, const precision::Po
   if (streamed) stream_gradients(sums, run);
 }
 
-/// Of a run that begins, and of one that goes on from a checkpoint that may lack some: those begin as they would without it.
 bool begins_from_files(const Config& config, at::Device device, const std::optional<ResumePoint>& resume) {
-  const bool wanted = !resume || !config.checkpoint.partial.empty();
-  return device != at::kMeta && wanted && (!config.model.from_hf.empty() || !config.lora.from_peft.empty());
+  return device != at::kMeta && reads_starting_files(config, resume) && (!config.model.from_hf.empty() || !config.lora.from_peft.empty());
 }
 
 void load_from_files(const Config& config, Composition& run) {

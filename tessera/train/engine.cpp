@@ -70,7 +70,10 @@ Engine::Plan& Engine::plan_for(size_t micro_batches) {
   if (schedule.is_asynchronous()) {
     invariant(stages_.size() == 1, "the schedule '", schedule.name, "' updates in its midst, on a rank with ", stages_.size(), " stages");
     plan.windows = std::make_unique<UpdateWindows>(schedule.actions[static_cast<size_t>(run_.pipeline.rank())], [this] { met_(); });
-    for (const auto& parameter : run_.updated) options.weights[stages_.begin()->first].push_back(parameter.tensor);
+    std::vector<at::Tensor>& weights = options.weights[stages_.begin()->first];
+    for (const auto& parameter : run_.updated) {
+      if (parameter.tensor.requires_grad()) weights.push_back(parameter.tensor);  // what is frozen has one version
+    }
     options.update = [this](int) { update_(); };
   }
   plan.executor = std::make_unique<pipeline::Executor>(schedule, pipeline::chain(schedule.stages()), pointers_to(stages_), std::move(options));

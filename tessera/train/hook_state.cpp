@@ -1,5 +1,6 @@
 #include "tessera/train/hook_state.h"
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <string_view>
@@ -13,7 +14,11 @@
 #include "tessera/checkpoint/hook_prefix.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/core/error.h"
+#include "tessera/core/hash.h"
+#include "tessera/expert_parallel/expert_parallel.h"
+#include "tessera/layout/slice.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/sharing.h"
 
 // Of what a hook carries, the compression errors are terms of a sum over the ranks: nobody minds which rank adds which term, so on another number of ranks rows
 // are dealt anew and added up, and nothing of the gradient is lost. On the same number each row goes back where it was, since dealing n rows to n ranks is the
@@ -49,7 +54,8 @@ struct Carried {
 };
 
 /// What the hooks carry. Where layers are cut, each rank approximates its own gradients: of its part of a matrix, or, of what several ranks hold, of its term
-/// of the sum. So there they carry the rank's place in their names, and are whole under them: another cut has others.
+/// of the sum. So there they carry the rank's place in their names, and are whole under them: another cut has others. Which experts a rank has its place
+/// does not say (mesh.ep and expert_tp do), so what tells them from others is in the names of theirs.
 std::vector<Carried> state_of(const HookShares& hooks, const comm::Group& data) {
   std::vector<Carried> state;
   const std::string tied = detail::concat(".", kTiedWeight);
@@ -58,7 +64,10 @@ std::vector<Carried> state_of(const HookShares& hooks, const comm::Group& data) 
       const bool copied = hooks.tied_copies && held.name.ends_with(tied), last = copied && stage > 0;
       Carried carried{.held = std::move(held), .row = data.rank() + (last ? data.size() : 0), .rows = data.size() * (copied ? 2 : 1), .stand_in = {}};
       HookTensor& own = carried.held;
-      const std::string cut = hooks.layers.size() > 1 ? detail::concat("@tp", hooks.layers.rank(), "of", hooks.layers.size()) : std::string();
+      std::string cut = hooks.layers.size() > 1 ? detail::concat("@tp", hooks.layers.rank(), "of", hooks.layers.size()) : std::string();
+      for (const auto& [parameter, part] : hooks.experts) {
+        if (!cut.empty() && own.name.ends_with("." + parameter)) cut += "." + part;
+      }
       if (last && own.across == HookTensor::Across::Equal) {
         carried.stand_in = own.name + cut;
         own.name += kLastCopy;
@@ -118,6 +127,12 @@ void add_up(const Share& share) {
 
 HookShares hook_shares(const Composition& run) {
   HookShares hooks{.parts = {}, .layers = run.layers, .pipeline = run.pipeline, .tied_copies = run.has_tied_copies(), .gradient_scale = run.loss_scale.value()};
+  for (const nn::NamedParameter& parameter : run.parameters) {
+    if (std::ranges::none_of(nn::dealt_of(parameter.tensor), [](const nn::Dealt& dealt) { return dealt.by == kExpertParallel; })) continue;
+    std::string boxes;
+    for (const Box& box : nn::slice_of(parameter.tensor).boxes) boxes += detail::concat(at::IntArrayRef(box.offset), at::IntArrayRef(box.size));
+    hooks.experts[parameter.name] = hash_hex(boxes.data(), boxes.size());
+  }
   for (size_t part = 0; part < run.hooks.size(); ++part) hooks.parts.push_back({run.hooks[part].get(), run.stage_of(part)});
   return hooks;
 }

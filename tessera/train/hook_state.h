@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -17,10 +18,12 @@ struct HookShares {
     const CommunicationHook* hook;
     int stage;
   };
-  std::vector<Part> parts{};               ///< of the model on this rank
-  comm::Group layers{};                    ///< ranks that layers are cut over
-  comm::Group pipeline{};                  ///< ranks that hold the other stages
-  bool tied_copies = false;                ///< the first and the last stage have a copy each of the embedding
+  std::vector<Part> parts{};  ///< of the model on this rank
+  comm::Group layers{};       ///< ranks that layers are cut over
+  comm::Group pipeline{};     ///< ranks that hold the other stages
+  bool tied_copies = false;   ///< the first and the last stage have a copy each of the embedding
+  std::map<std::string, std::string>
+      experts{};                           ///< of parameters that are dealt over those ranks otherwise than by the layers' cut: what tells this rank's part
   std::optional<double> gradient_scale{};  ///< what the gradients that the hooks see are multiplied by (precision::LossScale::value); none: what it was
 };
 HookShares hook_shares(const Composition& run);
@@ -29,7 +32,7 @@ HookShares hook_shares(const Composition& run);
 /// (HookTensor::Across::Sum, Mean) the logical tensor has one more dimension in front, the ranks of `data`, and each rank holds its own row. Names are the
 /// parameters', so it does not matter which stage has them; of what the first and the last stage both have (tied embeddings) there is a row for each copy, and
 /// what all ranks of one copy hold alike is the last stage's under "hook.<name>@last". Where layers are cut over several ranks, each has its own,
-/// "hook.<name>@tp0of2". Views.
+/// "hook.<name>@tp0of2", of experts with what tells its part of them behind a point. Views.
 std::vector<checkpoint::SlicedTensor> hook_tensors(const HookShares& hooks, const comm::Group& data);
 
 /// Fills what the hooks carry from a checkpoint of any layout. On as many ranks as saved it, each gets its own back, to the bit. On another number, the saved

@@ -12,6 +12,7 @@
 
 #include "tessera/checkpoint/agreement.h"
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/files.h"
 #include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/hugging_face.h"
@@ -56,7 +57,11 @@ ResumePoint named_point(const CheckpointConfig& config, const std::string& folde
             ": is a folder of checkpoints, and one is to be named; set checkpoint.resume = ", within.value_or("").string(), ", or checkpoint.dir = ", folder,
             " and checkpoint.resume = latest to go on there");
   }
-  if (const auto problem = checkpoint::problem_with(folder, thoroughness)) refuse_named(folder, *problem);
+  try {
+    if (const auto problem = checkpoint::problem_with(folder, thoroughness)) refuse_named(folder, *problem);
+  } catch (const checkpoint::UnreadableFile& error) {
+    refuse_named(folder, error.what());
+  }
   ResumePoint point{.folder = folder, .manifest = checkpoint::read_manifest(folder)};
   require(!config.verify || checkpoint::makes_numbers(point.manifest.progress), "checkpoint.resume = ", folder, ": ", checkpoint::kMakesNoNumbers,
           "; name an older checkpoint, or \"latest\" for the newest whose loss is finite, or set checkpoint.verify = false to go on from it all the same");
@@ -80,6 +85,18 @@ std::string names_of(const std::vector<std::filesystem::path>& folders) {
   return folders.size() == 1 ? name(folders.front()) : name(folders.front()) + " to " + name(folders.back());
 }
 
+/// Of what cannot be read nothing is known: going on from an older one, or from none, would set it aside. A launcher's attempt fails by it, and is made again.
+checkpoint::Latest find_readable(const CheckpointConfig& config, checkpoint::Thoroughness thoroughness, bool restarted, int64_t before) {
+  try {
+    return checkpoint::find_latest(config.dir, thoroughness, before, config.verify);
+  } catch (const checkpoint::UnreadableFile& error) {
+    std::string problem = detail::concat("checkpoint.resume = latest: ", error.what(),
+                                         "; it may be whole: make it readable, name another checkpoint, or move it out of checkpoint.dir = ", config.dir);
+    if (restarted) throw Error(std::move(problem));
+    throw ConfigError(std::move(problem));
+  }
+}
+
 /// Goes on from the newest valid checkpoint below step `before` in checkpoint.dir. Where one is named in checkpoint.resume: that went on from it, or else the
 /// named one. Unless `latest` was asked for, whoever wrote it, this is a restart, which goes on from its own job's: an attempt may end before it has set aside
 /// (or refused) what others left there, and the next one must do no more than it would have done.
@@ -90,7 +107,7 @@ void find_newest(const Config& config, checkpoint::Thoroughness thoroughness, In
   inputs.resume.reset();
   std::vector<std::filesystem::path> others;  // newest first
   while (!inputs.resume) {
-    const auto found = checkpoint::find_latest(dir, thoroughness, before, config.checkpoint.verify);
+    const auto found = find_readable(config.checkpoint, thoroughness, inputs.restarted, before);
     for (const auto& reason : found.skipped) inputs.remarks.push_back("passing over " + reason);
     if (!found.folder) break;
     ResumePoint point{.folder = *found.folder, .manifest = checkpoint::read_manifest(*found.folder), .newest = true};
@@ -107,7 +124,11 @@ void find_newest(const Config& config, checkpoint::Thoroughness thoroughness, In
     inputs.remarks.push_back(detail::concat("passing over ", names_of(others), " in ", dir, ": of another job, and a restart goes on from its own job's"));
   }
   if (!inputs.resume && named) inputs.resume = named_point(config.checkpoint, from, thoroughness);
-  if (!inputs.resume) inputs.remarks.push_back(detail::concat("no checkpoint ", others.empty() ? "" : "of this job ", "in ", dir, ": starting afresh"));
+  if (!inputs.resume) {
+    const size_t unusable = others.empty() ? checkpoint::checkpoint_folders(dir).size() : 0;
+    inputs.remarks.push_back(unusable > 0 ? detail::concat("none of the ", unusable, " checkpoints in ", dir, " can be used: starting afresh")
+                                          : detail::concat("no checkpoint ", others.empty() ? "" : "of this job ", "in ", dir, ": starting afresh"));
+  }
   inputs.may_start_afresh = !inputs.resume && others.empty();  // what is another's is for checkpoint.replace to set aside
 }
 
@@ -294,6 +315,8 @@ nlohmann::json data_identity(const data::Corpus& corpus) {
   return identity;
 }
 
+bool reads_starting_files(const Config& config, const std::optional<ResumePoint>& resume) { return !resume || !config.checkpoint.partial.empty(); }
+
 Inputs open_inputs(const Config& config, const OpenOptions& options) {
   Inputs inputs;
   inputs.job = options.job;
@@ -329,9 +352,13 @@ void check_hashes(Inputs& inputs, const Config& config, const comm::World& world
     nlohmann::json mine{
         {"step", resume ? resume->manifest.step : 0}, {"run", resume ? resume->manifest.run.run : ""}, {"start", resume ? resume->manifest.run.start : ""}};
     if (resume && config.checkpoint.verify && !resume->hashed) {
-      const auto problem =
-          checkpoint::problem_with(resume->folder, checkpoint::Thoroughness::Hashes, {.index = world.local_rank(), .parts = world.local_size()});
-      if (problem) mine["problem"] = *problem;
+      try {
+        const auto problem =
+            checkpoint::problem_with(resume->folder, checkpoint::Thoroughness::Hashes, {.index = world.local_rank(), .parts = world.local_size()});
+        if (problem) mine["problem"] = *problem;
+      } catch (const checkpoint::UnreadableFile& error) {
+        mine["unreadable"] = error.what();
+      }
     }
     std::string problem;
     for (int rank = 0; const auto& theirs : checkpoint::gather_json(world.group(), mine)) {
@@ -341,6 +368,7 @@ void check_hashes(Inputs& inputs, const Config& config, const comm::World& world
               " go on from step ", mine["step"].dump(), " of different runs (", theirs["run"].dump(), " and ", mine["run"].dump(),
               "); let every rank see the same checkpoint.dir");
       if (problem.empty()) problem = theirs.value("problem", "");
+      if (theirs.contains("unreadable")) throw Error(detail::concat("checkpoint.resume: rank ", rank, ": ", theirs.value("unreadable", "")));
       ++rank;
     }
     if (problem.empty()) {

@@ -30,6 +30,10 @@ struct ResumePoint {
   bool newest = false;  ///< found by `latest`: an older one will do where it turns out to be damaged
 };
 
+/// Whether model.from_hf and lora.from_peft are read: by a run that begins, and by one that goes on from a checkpoint that may lack some of the model, which
+/// then begins as it would without it.
+bool reads_starting_files(const Config& config, const std::optional<ResumePoint>& resume);
+
 /// What a run needs from disk. Opening it checks everything that is knowable from configuration, manifests and file sizes: no process group
 /// exists yet, so a refusal is one line of one process.
 struct Inputs {

@@ -23,16 +23,18 @@ namespace {
 
 std::string content(const std::string& fingerprint) { return "content " + fingerprint; }
 
-/// Its name, or the content of its file.
+/// Its name, or the content of its file. A rank that holds all stages follows it, too, and not where there is but one.
 std::string schedule_of(const Config& config) {
-  if (config.mesh.pp == 1 || !is_schedule_file(config.pipeline)) return config.pipeline.schedule;
+  if (!is_schedule_file(config.pipeline)) return config.pipeline.schedule;
+  if (config.mesh.pp == 1 && config.pipeline.virtual_stages == 1) return "of a file that nobody reads";
   const std::string text = schedules::to_csv(schedules::read_csv_file(config.pipeline.schedule));
   return content(hash_hex(text.data(), text.size()));
 }
 
 /// What a schedule is made for, where a file says it.
 std::string measured_costs_of(const Config& config) {
-  if (config.mesh.pp == 1 || config.pipeline.costs_from.empty() || !is_made_for_costs(config.pipeline.schedule)) return "none";
+  if ((config.mesh.pp == 1 && config.pipeline.virtual_stages == 1) || config.pipeline.costs_from.empty() || !is_made_for_costs(config.pipeline.schedule))
+    return "none";
   const std::string text = json_text(to_json(schedules::read_timeline(config.pipeline.costs_from)));
   return content(hash_hex(text.data(), text.size()));
 }
@@ -70,10 +72,10 @@ Settings run_settings(const Config& config, const Inputs& inputs, const comm::Wo
   // Hosts may keep these elsewhere, but whether they are there at all decides which collectives a run makes.
   for (const auto& [key, path] : {std::pair("checkpoint.dir", config.checkpoint.dir), std::pair("checkpoint.resume", config.checkpoint.resume)})
     settings.emplace_back(key, path.empty() ? "not set" : "set");
-  const bool fresh = !inputs.resume;
-  if (!config.model.from_hf.empty() && (fresh || !config.quantize.modules.empty()))
+  const bool reads = reads_starting_files(config, inputs.resume);
+  if (!config.model.from_hf.empty() && (reads || !config.quantize.modules.empty()))
     settings.emplace_back("model.from_hf", content(checkpoint::hugging_face_fingerprint(config.model.from_hf)));
-  if (!config.lora.from_peft.empty() && fresh) settings.emplace_back("lora.from_peft", content(checkpoint::peft_fingerprint(config.lora.from_peft)));
+  if (!config.lora.from_peft.empty() && reads) settings.emplace_back("lora.from_peft", content(checkpoint::peft_fingerprint(config.lora.from_peft)));
   return settings;
 }
 

@@ -175,5 +175,19 @@ TEST_F(PipelinePlanTest, ASplitThatDoesNotFitIsRefused) {
   EXPECT_THAT(testing_support::refusal([&] { plan::plan_pipeline(piped({"mesh.pp=2", "pipeline.split=[\"1\", \"1\"]"}), 2); }), HasSubstr("pipeline.split"));
 }
 
+/// Each version is of what updates change.
+TEST_F(PipelinePlanTest, WhatIsFrozenHasOneVersionWithoutAFlush) {
+  const auto parameters = [&](const std::string& schedule, const std::string& modules) {
+    const Config made = config("llama", {"mesh.pp=3", "model.layers=6", "batch.global_size=6", "batch.micro_size=1", "run.threads=1", "optim.max_grad_norm=0",
+                                         "pipeline.schedule=" + schedule, "lora.modules=" + modules, "lora.rank=1"});
+    return plan::dry_run(made, 3).ranks.front().peak_bytes[static_cast<int>(MemoryCategory::Parameters)];
+  };
+  const std::string adapted = "layers.*.attention.wq";
+  const auto frozen = parameters("1f1b", adapted), versions = parameters("pipedream", adapted);
+  EXPECT_GT(versions, frozen);
+  EXPECT_LT(versions, 1.1 * static_cast<double>(frozen)) << "of adapters alone";
+  EXPECT_GT(parameters("pipedream", ""), 2 * parameters("1f1b", ""));
+}
+
 }  // namespace
 }  // namespace tessera

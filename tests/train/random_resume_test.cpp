@@ -14,11 +14,14 @@
 #include "tessera/train/pipeline_layout.h"
 #include "tests/dice.h"
 #include "tests/train/random_layout.h"
+#include "tests/train/random_schedule.h"
 #include "tests/train/resume_fixture.h"
 
 namespace tessera {
 namespace {
 
+using testing_support::asynchronous;
+using testing_support::by_file;
 using testing_support::compressed;
 using testing_support::Dice;
 using testing_support::LayoutDice;
@@ -118,9 +121,16 @@ class RandomResume : public testing_support::ResumeFixture {
     const std::string lines = write_lines();
     RandomLayout first;
     std::optional<std::pair<Config, int>> from;
+    const auto tried = [&](RandomLayout layout) {
+      first = std::move(layout);
+      from = lawful(first.family, first.sets);
+      return from.has_value();
+    };
+    bool flushes = true;
     for (const RandomLayout& less : LayoutDice(seed, lines).draw().ever_less()) {
-      first = compressed(with_rest(less, seed), seed);
-      if ((from = lawful(first.family, first.sets))) break;
+      const RandomLayout named = compressed(with_rest(less, seed), seed), without = asynchronous(named, seed), own = by_file(named, seed, folder_);
+      flushes = without.sets == named.sets || !tried(without);
+      if (!flushes || (own.sets != named.sets && tried(own)) || tried(named)) break;
     }
     if (!from) return false;
     SCOPED_TRACE("seed " + std::to_string(seed) + ": " + first.text());
@@ -131,7 +141,7 @@ class RandomResume : public testing_support::ResumeFixture {
     for (const auto& [step, loss] : again.validations) EXPECT_EQ(loss, whole.validations.at(step)) << "the same layout, behind step " << step;
     expect_nothing_changed(from->first, "whole");
     expect_same_bits(stored(folder_ / "again" / step_name(kEnd)), stored(folder_ / "whole" / step_name(kEnd)));
-    for (uint64_t other = 1; other < 9; ++other) {
+    for (uint64_t other = 1; flushes && other < 9; ++other) {  // without a flush stages are part of what is trained
       const auto to = moved(first, compressed(LayoutDice(seed * 1000 + other, lines).draw(), seed), seed);
       if (!to) continue;
       go_on_in(*from, *to, whole);
@@ -190,7 +200,10 @@ class RandomResume : public testing_support::ResumeFixture {
     for (const Sets& more : {changed(first, seed), Sets()}) {
       Sets all = sets;
       all.insert(all.end(), more.begin(), more.end());
+      const Sets by_name = all;
+      all = by_file({.family = first.family, .sets = all}, seed + 1, folder_).sets;
       auto made = lawful(first.family, all);
+      if (!made) made = lawful(first.family, all = by_name);
       if (!made) continue;
       last_ = ::testing::PrintToString(all);
       return made;

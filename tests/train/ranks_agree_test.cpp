@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 
+#include "tessera/checkpoint/safetensors.h"
 #include "tessera/comm/meeting/disagreement.h"
 #include "tessera/core/error.h"
 #include "tests/train/fixture.h"
@@ -69,8 +70,36 @@ TEST_F(RunSettings, TellTextsByWhatTheyHoldAndNotByWhereTheyLie) {
   const Settings by_file = settings("one/x", file("a.csv", "0F0,0B0\n1F0,1B0\n"));
   EXPECT_EQ(disagreement({by_file, settings("one/x", file("b.csv", "0F0,,0B0\n1F0,1B0\n"))}), std::nullopt);
   EXPECT_THAT(disagreement({by_file, settings("one/x", file("c.csv", "0F0,0I0,0W0\n1F0,1B0\n"))}).value_or(""), HasSubstr("pipeline.schedule = content "));
+  const auto alone = [&](const char* name, const char* stages, const char* text) {
+    auto sets = file(name, text);
+    sets.insert(sets.end(), {"mesh.pp=1", std::string("pipeline.virtual_stages=") + stages});
+    return settings("one/x", sets);
+  };
+  const Settings of_two = alone("d.csv", "2", "0F0,1F0,1B0,0B0\n");
+  EXPECT_EQ(disagreement({of_two, alone("e.csv", "2", "0F0,1F0,,1B0,0B0\n")}), std::nullopt) << "stages of one rank";
+  EXPECT_THAT(disagreement({of_two, alone("f.csv", "2", "0F0,1F0,1I0,0B0,1W0\n")}).value_or(""), HasSubstr("pipeline.schedule = content "));
+  EXPECT_EQ(disagreement({alone("g.csv", "1", "0F0,0B0\n"), alone("h.csv", "1", "0F0,0I0,0W0\n")}), std::nullopt) << "which nobody reads";
   EXPECT_THAT(disagreement({here, settings("one/x", {"pipeline.schedule=gpipe"})}).value_or(""), HasSubstr("pipeline.schedule = 1f1b on rank 0, gpipe"));
   EXPECT_THAT(disagreement({here, settings("one/x", {"optim.lr=0.3"})}).value_or(""), HasSubstr("optim.lr = 0.01 on rank 0, 0.3 on rank 1"));
+}
+
+/// By a run that goes on, too, where its checkpoint may lack what they hold.
+TEST_F(RunSettings, TellStartingFilesByWhatTheyHoldWhereTheyAreRead) {
+  const auto of = [&](const char* adapter, const char* partial, bool resumed) {
+    std::filesystem::create_directories(folder_ / adapter);
+    checkpoint::SafetensorsWriter file(folder_ / adapter / "adapter_model.safetensors", {{"w", at::kFloat, {2}}});
+    file.write(at::full({2}, static_cast<double>(adapter[0])));
+    file.finish();
+    Config read = config("llama", {"lora.modules=layers.*.attention.*", std::string("checkpoint.partial=") + partial});
+    Inputs inputs = open_inputs(read);
+    if (resumed) inputs.resume.emplace();
+    read.lora.from_peft = (folder_ / adapter).string();
+    return run_settings(read, inputs, comm::world_options(read.comm));
+  };
+  const char* const some = "[\"**.lora_*\"]";
+  EXPECT_THAT(disagreement({of("a", "[]", false), of("b", "[]", false)}).value_or(""), HasSubstr("lora.from_peft = content "));
+  EXPECT_EQ(disagreement({of("a", "[]", true), of("b", "[]", true)}), std::nullopt) << "which nobody reads";
+  EXPECT_THAT(disagreement({of("a", some, true), of("b", some, true)}).value_or(""), HasSubstr("lora.from_peft = content "));
 }
 
 TEST_F(RunSettings, TellWhetherThereAreCheckpointsAndNotWhereTheyLie) {

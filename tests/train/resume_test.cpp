@@ -450,6 +450,45 @@ TEST_F(SharedHashes, CheckpointsOfDifferentRunsAreRefusedOnAllRanks) {
   });
 }
 
+/// A disk, or a network, may fail for a moment: what lies behind it would be set aside, and its steps trained again.
+TEST_F(SharedHashes, WhatCannotBeReadIsNotTakenForDamaged) {
+  run_saving(layouts()[0], {"run.steps=6"});
+  const auto latest = settings(layouts()[0], {"checkpoint.dir=" + saved(layouts()[0]).string(), "checkpoint.resume=latest", "run.steps=6"});
+  const auto hide = [](const std::filesystem::path& file) {  // a link to itself, which nobody can open
+    std::filesystem::rename(file, file.string() + ".kept");
+    std::filesystem::create_symlink(file.filename(), file);
+    return Attachment([file] { std::filesystem::rename(file.string() + ".kept", file); });
+  };
+  const auto refused = ::testing::ThrowsMessage<ConfigError>(
+      AllOf(HasSubstr("checkpoint.resume = latest: "), HasSubstr("step-00000006"), HasSubstr("symbolic links"), HasSubstr("it may be whole")));
+  std::vector<std::filesystem::path> files{saved(layouts()[0], 6) / "manifest.json"};
+  for (const auto& entry : std::filesystem::directory_iterator(saved(layouts()[0], 6))) {
+    if (entry.path().extension() == ".safetensors") files.push_back(entry.path());
+  }
+  ASSERT_GT(files.size(), 1);
+  for (const auto& file : files) {
+    const Attachment hidden = hide(file);
+    EXPECT_THAT([&] { open_inputs(latest); }, refused) << file;
+    EXPECT_THAT([&] { open_inputs(latest, {.restarted = true}); }, ::testing::Not(::testing::Throws<ConfigError>())) << "the launcher tries again";
+    EXPECT_THAT([&] { open_inputs(latest, {.restarted = true}); }, ::testing::ThrowsMessage<Error>(HasSubstr("it may be whole")));
+    EXPECT_THAT([&] { open_inputs(settings(layouts()[0], {"checkpoint.resume=" + saved(layouts()[0], 6).string(), "run.steps=6"})); },
+                ::testing::ThrowsMessage<ConfigError>(AllOf(HasSubstr("step-00000006"), HasSubstr("symbolic links"))));
+    EXPECT_THROW(checkpoint::find_latest(saved(layouts()[0])), ConfigError);
+    EXPECT_NO_THROW(checkpoint::prune(saved(layouts()[0]), 5)) << "it counts for none";
+  }
+  EXPECT_EQ(open_inputs(latest).resume->manifest.step, 6);
+  // Between the look at sizes and the one at bytes.
+  comm::run_ranks(3, [&](comm::World& world) {
+    Inputs inputs = open_inputs(latest, {.one_of_several = true});
+    comm::barrier(world.group());
+    std::optional<Attachment> hidden;
+    if (world.rank() == 0) hidden = hide(files[1]);
+    comm::barrier(world.group());
+    EXPECT_THAT([&] { check_hashes(inputs, latest, world); }, ::testing::ThrowsMessage<Error>(AllOf(HasSubstr("rank "), HasSubstr("symbolic links"))));
+    comm::barrier(world.group());
+  });
+}
+
 TEST_F(SharedHashes, TheOlderOneIsTakenByAllAndSaidAloud) {
   run_saving(layouts()[0], {"run.steps=6"});
   const auto latest = settings(layouts()[0], {"checkpoint.dir=" + saved(layouts()[0]).string(), "checkpoint.resume=latest", "run.steps=6"});
@@ -470,7 +509,7 @@ TEST_F(SharedHashes, TheOlderOneIsTakenByAllAndSaidAloud) {
   for (const auto& seen : check(latest, 3)) {
     EXPECT_EQ(seen.step, 0);
     ASSERT_FALSE(seen.remarks.empty());
-    EXPECT_THAT(seen.remarks.back(), HasSubstr("starting afresh"));
+    EXPECT_THAT(seen.remarks.back(), AllOf(HasSubstr("none of the 2 checkpoints in "), HasSubstr(" can be used: starting afresh")));
   }
   EXPECT_THAT([&] { check(settings(layouts()[0], {"checkpoint.resume=" + saved(layouts()[0], 6).string(), "run.steps=6"}), 3); },
               ::testing::ThrowsMessage<ConfigError>(AllOf(HasSubstr("checkpoint.resume = "), HasSubstr("is damaged"), HasSubstr("name another checkpoint"))));

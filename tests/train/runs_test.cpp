@@ -254,6 +254,36 @@ TEST_F(Runs, AFormatThatFollowsTheMachineIsAChangeWhereItBecameAnother) {
   EXPECT_THAT(changes_since(point, settings(ddp2_, {"precision.compute=auto"})), IsEmpty()) << "of a caller who does not know it yet";
 }
 
+/// Losses of two texts would make one curve.
+TEST_F(Runs, AnotherTextOfValidationsIsSaid) {
+  const auto held_out = [&](const char* letters) {
+    std::ofstream text(folder_ / "held_out.txt");
+    for (int i = 0; i < 400; ++i) text << letters[i * i % 5];
+  };
+  const Sets validating{"data.validation_files=" + (folder_ / "held_out.txt").string(), "run.validate_every=2"};
+  const auto with = [&](Sets sets) {
+    sets.push_back("checkpoint.resume=latest");
+    return sets;
+  };
+  held_out("abcde");
+  run_into("a", 2, validating);
+  EXPECT_THAT(run_into("a", 4, with(validating)), Not(HasSubstr("another text")));
+  run_into("a", 6, with({}));  // without validations, what the last were of is not forgotten
+  held_out("fghij");
+  EXPECT_THAT(run_into("a", 8, with(validating)), HasSubstr("data.validation_files: another text than until step 6"));
+  EXPECT_THAT(run_into("a", 9, with(validating)), Not(HasSubstr("another text")));
+}
+
+/// By its name, or by its file.
+TEST_F(Runs, AnotherScheduleIsAChange) {
+  ResumePoint point{.folder = "saved", .manifest = {}};
+  point.manifest.progress = progress_json(settings(ddp2_, {"mesh.pp=2"}), {}, {}, {}, 2);
+  const auto said = [&](const std::string& schedule) { return changes_since(point, settings(ddp2_, {"mesh.pp=2", "pipeline.schedule=" + schedule})); };
+  EXPECT_THAT(said("1f1b"), IsEmpty());
+  EXPECT_THAT(said("pipedream"), ElementsAre(HasSubstr("pipeline.schedule = pipedream (was 1f1b)")));
+  EXPECT_THAT(said("/mine.csv"), ElementsAre(HasSubstr("pipeline.schedule = /mine.csv (was 1f1b)")));
+}
+
 /// What the whole run says.
 TEST_F(Runs, GoingOnWithAFormatThatFollowsTheMachineSaysNothing) {
   run_into("a", 2, {"precision.compute=auto"});

@@ -88,7 +88,7 @@ void RecordFile::close() {
     const bool is_file = ::fstat(descriptor_, &ours) == 0 && S_ISREG(ours.st_mode);
     const bool gone = is_file && ::stat(path.c_str(), &named) != 0;
     const bool replaced = is_file && !gone && ours.st_ino != named.st_ino;
-    if (gone || replaced) {
+    if ((gone || replaced) && written_ > 0) {
       const char* const cause = gone ? "the file was removed while the run went on" : "another run that began meanwhile put its own there";
       log().warn("{}: its {} records of this run are lost: {}", path.string(), written_, cause);
     }
