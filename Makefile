@@ -44,7 +44,7 @@ parity: build
 # the same.
 SOAK_layouts := verify RandomLayouts.DISABLED_Many
 SOAK_resumes := train RandomResume.DISABLED_Many
-SOAK_plans := plan RandomLayoutPlans.DISABLED_Many
+SOAK_plans := plan RandomLayoutPlans.DISABLED_Many:RandomDeepPlans.DISABLED_Many
 SOAK_matrix := verify *VerifyMatrix.DISABLED_Everything*
 SOAK_programs := train *RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many:RandomAsynchronous.DISABLED_Many
 SOAK_splits := pipeline RandomSplits.DISABLED_Many

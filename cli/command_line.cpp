@@ -57,8 +57,24 @@ void check_values(CLI::App& app) {
   }
 }
 
-std::string refusal(const CLI::App*, const CLI::Error& error) {
-  std::string what = error.what();
+// The parser's own sentence has them from the last to the first.
+std::string refuse_extras(const CLI::App& app) {
+  const std::vector<std::string> words = app.remaining(true);
+  std::string what = words.size() == 1 ? "The following argument was not expected:" : "The following arguments were not expected:";
+  for (const auto& word : words) what += ' ' + word;
+  const auto flag = std::ranges::find_if(words, [](const std::string& word) { return word.starts_with("--") && word.size() > 2; });
+  if (flag == words.end()) return what;
+  const CLI::App* command = &app;
+  while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
+  std::vector<std::string> known;
+  for (const auto* option : command->get_options()) {
+    for (const auto& name : option->get_lnames()) known.push_back("--" + name);
+  }
+  return what + "; the flag nearest to " + *flag + " is " + nearest(flag->substr(0, flag->find('=')), known);
+}
+
+std::string refusal(const CLI::App* app, const CLI::Error& error) {
+  std::string what = dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr ? refuse_extras(*app) : error.what();
   constexpr std::string_view no_value = "Could not convert: ";
   constexpr std::string_view once = ": At Most 1 required but received ", unasked = "The following argument was not expected: ";
   if (what.starts_with(no_value)) what = what.substr(no_value.size()) + ": is no value of this flag's kind, or one that is too large for it";

@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <csignal>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <initializer_list>
@@ -108,6 +109,18 @@ int problem_of_writing_in(const std::filesystem::path& folder) {
   std::error_code ignored;
   std::filesystem::remove(probe, ignored);
   return problem;
+}
+
+std::string problem_of_output(std::FILE* out) {
+  const bool lost_before = std::ferror(out) != 0;
+  errno = 0;
+  const bool flushed = std::fflush(out) == 0;
+  int code = flushed ? 0 : errno;
+  if (flushed && !lost_before) return "";
+  // A stream keeps no reason of what it lost before. One more character meets the same one; where it does not, it is behind what is not whole.
+  if (code == 0 && ::write(fileno(out), "\n", 1) < 0) code = errno;
+  return detail::concat("cannot be written: ", reason_of_writing(code),
+                        "; what it holds is not whole: ", is_full(code) ? "make room" : "give it an output that can be written", ", and run this again");
 }
 
 void leave_signals_to_the_launcher() {

@@ -53,6 +53,10 @@ void say_once(const std::vector<std::string>& remarks);
 /// Why nothing can be written in a folder, an errno; 0: it can. Makes a file in it to see, and removes that.
 int problem_of_writing_in(const std::filesystem::path& folder);
 
+/// Brings out what was printed on `out`. Returns how the sentence about it ends where not all of it got there, from "cannot be written" to the way out; empty
+/// where it did. To see why, may print one more line end.
+std::string problem_of_output(std::FILE* out);
+
 /// Whether this process is to start copies of itself: several ranks are asked for, and no launcher started it.
 bool starts_copies(int nproc);
 

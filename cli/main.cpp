@@ -1,7 +1,5 @@
-#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <filesystem>
 #include <iostream>
@@ -14,6 +12,7 @@
 #include <unistd.h>
 
 #include "cli/commands.h"
+#include "cli/common.h"
 #include "cli/memory_limit.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
@@ -42,11 +41,8 @@ namespace {
 
 // What was printed is the result; a full disk behind a redirection must not pass for success.
 void finish_output() {
-  const bool lost_before = std::ferror(stdout) != 0;
-  errno = 0;
-  if (std::fflush(stdout) == 0 && !lost_before) return;
-  const std::string reason = errno != 0 ? std::string(": ") + std::strerror(errno) : "";
-  fail(tessera::launch::Failure::Other, "standard output cannot be written" + reason + "; what it holds is not whole: make room, and run this again");
+  const std::string problem = tessera::cli::problem_of_output(stdout);
+  if (!problem.empty()) fail(tessera::launch::Failure::Other, "standard output " + problem);
 }
 
 // Nobody here calls exit(): a library does that meets what it cannot go on from. libgomp is one, where it cannot start its threads.

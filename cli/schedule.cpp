@@ -65,7 +65,10 @@ schedules::Costs measured_costs(const ScheduleFlags& flags) {
 }
 
 /// A run that was timed, and no numbers.
-bool holds_costs(const std::string& costs) { return costs.find_first_of("-0123456789.") != 0 || std::filesystem::exists(costs); }
+bool holds_costs(const std::string& costs) {
+  const bool numbers = costs.find_first_of("-0123456789.") == 0 || costs.find(',') != std::string::npos;
+  return !numbers || std::filesystem::exists(costs);
+}
 
 schedules::Costs read_costs(const ScheduleFlags& flags) {
   if (holds_costs(flags.costs)) return measured_costs(flags);

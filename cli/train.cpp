@@ -177,17 +177,22 @@ void require_no_dead_link(const char* knob, const std::string& folder) {
           ": is a link to a folder that does not exist; make that, or name another ", knob);
 }
 
+bool is_within_a_save(const Config& config) {
+  if (config.checkpoint.dir.empty() || config.log.dir.empty()) return false;
+  const auto whole = [](const std::string& folder) { return std::filesystem::absolute(folder).lexically_normal(); };
+  const std::filesystem::path saves = whole(config.checkpoint.dir), logs = whole(config.log.dir);
+  const auto [of_saves, of_logs] = std::ranges::mismatch(saves, logs);
+  return of_saves == saves.end() && of_logs != logs.end() && checkpoint::is_of_saves(*of_logs);
+}
+
 // A run saves its configuration as config.toml in log.dir: over one that a run has saved, and over nobody's own. Its timeline begins anew there: not over the
 // one that it makes its schedule for, which a restart and a resumed run have to find as it was.
 void check_log_dir(const TrainFlags& flags, const Config& config) {
   std::error_code neither;
   const bool own = std::filesystem::equivalent(flags.file, std::filesystem::path(config.log.dir) / "config.toml", neither) && !is_saved_config(flags.file);
   require_no_dead_link("log.dir", config.log.dir);
-  const auto saves = std::filesystem::absolute(config.checkpoint.dir).lexically_normal(), logs = std::filesystem::absolute(config.log.dir).lexically_normal();
-  const auto [of_saves, of_logs] = std::ranges::mismatch(saves, logs);
-  const bool within = !config.checkpoint.dir.empty() && of_saves == saves.end() && of_logs != logs.end();
-  require(!within || !checkpoint::is_of_saves(*of_logs), "log.dir = ", config.log.dir,
-          ": lies in a folder that saves into checkpoint.dir = ", config.checkpoint.dir, " make, set aside and delete; name another log.dir");
+  require(!is_within_a_save(config), "log.dir = ", config.log.dir, ": lies in a folder that saves into checkpoint.dir = ", config.checkpoint.dir,
+          " make, set aside and delete; name another log.dir");
   require(!own, "log.dir = ", config.log.dir, ": the run saves its configuration there as config.toml, over the one that it reads (", flags.file,
           "); name another log.dir, or rename the file");
   const PipelineConfig& pipeline = config.pipeline;

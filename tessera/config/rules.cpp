@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <tuple>
 
@@ -33,12 +34,17 @@ int64_t default_ffn_dim(const ModelConfig& model) {
   return (8 * model.dim / 3 + multiple - 1) / multiple * multiple;
 }
 
+/// The folder that a variable names. A relative one is passed over, as the XDG rules ask: it is another one in each folder where a command is started.
+std::optional<std::filesystem::path> absolute_folder(const char* variable) {
+  const char* const value = std::getenv(variable);
+  const std::filesystem::path folder = value ? value : "";
+  return folder.is_absolute() ? std::optional(folder) : std::nullopt;
+}
+
 std::string default_cache_dir() {
   namespace fs = std::filesystem;
-  const char* cache = std::getenv("XDG_CACHE_HOME");
-  if (cache && *cache) return (fs::path(cache) / "tessera").string();
-  const char* home = std::getenv("HOME");
-  if (home && *home) return (fs::path(home) / ".cache" / "tessera").string();
+  if (const auto cache = absolute_folder("XDG_CACHE_HOME")) return (*cache / "tessera").string();
+  if (const auto home = absolute_folder("HOME")) return (*home / ".cache" / "tessera").string();
   const TemporaryPlace place = temporary_place();
   std::error_code ignored;
   if (!fs::is_directory(place.folder, ignored)) place.refuse("there is no such folder", "say with data.cache_dir where packed texts go");
@@ -53,7 +59,8 @@ void at_least(const std::string& key, int64_t value, int64_t least) {
 void check_sizes(const Config& config) {
   constexpr int64_t most = 1'000'000'000;
   const auto check = [&](const std::string& key, int64_t size) {
-    require(size >= -most && size <= most, key, " = ", size, ": expected at most ", most, "; set ", key);
+    at_least(key, size, -most);
+    require(size <= most, key, " = ", size, ": expected at most ", most, "; set ", key);
   };
   ModelConfig::for_each_field(config.model, [&](const char* name, const auto& field, const FieldRule&, std::string_view) {
     using Field = std::decay_t<decltype(field)>;

@@ -38,6 +38,9 @@ std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::mil
 /// Connecting takes a few seconds for each node that does not answer; requests in between may never end.
 constexpr double most_s_to_connect = 30;
 
+/// Of waiting for other nodes or for their place, after which that is said.
+constexpr double tell_after_s = 5;
+
 /// Time that passed while we ran: a pause of ours (SIGSTOP, a suspended machine) is no silence of others.
 class PatientClock {
  public:
@@ -145,6 +148,7 @@ class Agent {
     }
     rules_.place = place;
     const Round& round = view_->round;
+    tell_who_is_missing(round);
     if (round.phase != Phase::Running || round.number == told_number_) return;
     told_number_ = round.number;
     if (!options_.talkative) return;
@@ -153,6 +157,13 @@ class Agent {
       log().info("round {}: {} {}, this one has {} of {}", round.number, round.nodes.size(), round.nodes.size() == 1 ? "node" : "nodes",
                  ranks_of(round, self_.node.id), place_of(round, round.nodes.front().id)->world_size);
     }
+  }
+
+  void tell_who_is_missing(const Round& round) {
+    if (!options_.talkative || told_who_is_missing_ || waited_.elapsed_s() <= tell_after_s) return;
+    const std::string missing = missing_nodes(round, rules_);
+    told_who_is_missing_ = !missing.empty();
+    if (told_who_is_missing_) log().info("{}", missing);
   }
 
   void tell_why(const Round& round) const {
@@ -180,7 +191,6 @@ class Agent {
       return {.act = Act::Leave, .exit_code = saved ? 0 : 1, .sentence = saved ? "" : interrupted_alone()};
     }
     if (silence_.elapsed_s() > rules_.join_timeout_s) return {.act = Act::Leave, .exit_code = 1, .sentence = no_rendezvous()};
-    constexpr double tell_after_s = 5;
     if (options_.talkative && told_number_ == 0 && silence_.elapsed_s() > tell_after_s && !std::exchange(told_that_we_wait_, true)) {
       log().info("no rendezvous at {} yet{}{}; it is tried for {:.0f} s", rules_.place, problem_.empty() ? "" : ": ", problem_, rules_.join_timeout_s);
     }
@@ -293,7 +303,7 @@ class Agent {
   std::unique_ptr<Link> link_{};
   std::optional<View> view_{};
   int64_t exchanges_ = 0, proposed_at_ = -1, told_number_ = 0;
-  bool told_that_we_serve_ = false, told_that_we_wait_ = false;
+  bool told_that_we_serve_ = false, told_that_we_wait_ = false, told_who_is_missing_ = false;
   bool told_ = false;  ///< the others can read our record
   int64_t tries_ = 0;
   bool connecting_ = true;

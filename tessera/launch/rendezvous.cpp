@@ -26,6 +26,9 @@ using namespace std::chrono_literals;
 
 constexpr auto patience = 2s;
 
+/// Of whoever serves, its --rdzv-id: the one key without an id before it, so that an agent of another job learns whose place it is.
+constexpr const char* job_key = "tessera/job";
+
 /// Process ids repeat across containers of one host name.
 std::string unique_id() { return detail::concat(host_name("node"), '_', getpid(), '_', std::random_device{}() % 10000); }
 
@@ -85,7 +88,8 @@ std::unique_ptr<Board> Rendezvous::connect() {
   const Known known = begin_attempt();
   const bool again = known.met && (known.job.phase == Phase::Running || known.job.phase == Phase::Stopping);  // otherwise nothing is lost by beginning anew
   Store store = again ? meet_again(known) : first_meeting(known);
-  const std::string server = store->get_to_str(key("server"));  // waits for it: whoever serves has just begun to
+  require_own_job(*store);
+  const std::string server = store->get_to_str(key("server"));
   commit(known, [&] {
     known_.met = true;
     known_.server = server;
@@ -97,14 +101,29 @@ std::unique_ptr<Board> Rendezvous::board_on(Store store, const Round& initial) {
   return std::make_unique<Board>(std::move(store), key(""), node_.id, initial, is_gone);
 }
 
+void Rendezvous::say_that_we_serve(c10d::Store& store) const {
+  store.set(key("server"), node_.id);
+  store.set(job_key, options_.run_id);  // last: where it is, the others are
+}
+
+void Rendezvous::require_own_job(c10d::Store& store) const {
+  std::string there;
+  try {
+    there = store.get_to_str(job_key);  // waits for it: whoever serves has just begun to
+  } catch (const c10::DistStoreError&) {
+    throw CommError("the store there is not served by an agent of this version of `tessera run`; give this job another --rdzv-endpoint");
+  }
+  if (there == options_.run_id) return;
+  throw CommError(detail::concat("the job there has --rdzv-id ", there, ", this agent ", options_.run_id, "; give all agents of a job the same"));
+}
+
 Rendezvous::Store Rendezvous::first_meeting(const Known& known) {
   const comm::Endpoint& endpoint = *options_.endpoint;
   std::optional<bool> must_serve = options_.serves;
   if (!must_serve && options_.node_rank >= 0) must_serve = options_.node_rank == 0;
   if (must_serve.value_or(comm::is_local(endpoint.host))) {
     if (c10::intrusive_ptr<c10d::TCPStore> store = comm::serve_store(endpoint)) {
-      c10d::Store& keys = *store;  // strings as values: its base's
-      keys.set(key("server"), node_.id);
+      say_that_we_serve(*store);
       commit(known, [&] {
         served_ = store;
         known_.place.port = store->getPort();
@@ -175,7 +194,7 @@ Rendezvous::Store Rendezvous::take_over(const Known& known, bool proven) {
     spare_serves_ = true;
     known_.place = {node_.address, node_.spare_port};
   });
-  store->set(key("server"), node_.id);
+  say_that_we_serve(*store);
   store->compareSet(key("round"), "", write_round(next));
   return store;
 }

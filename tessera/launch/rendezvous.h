@@ -71,6 +71,9 @@ class Rendezvous {
   Store meet_again(const Known& known);
   Store meet_at_spare(const Known& known, bool proven);
   Store take_over(const Known& known, bool proven);
+  void say_that_we_serve(c10d::Store& store) const;
+  /// Throws CommError, with both ids, where the agent that serves `store` has another --rdzv-id than this one.
+  void require_own_job(c10d::Store& store) const;
   std::unique_ptr<Board> board_on(Store store, const Round& initial);
   std::string key(const std::string& name) const { return "tessera/" + options_.run_id + "/" + name; }
 

@@ -104,7 +104,7 @@ class Look {
     if (self_.interrupted) return leave_early();
     if (round_.nnodes != nnodes()) {
       return leave(bad_input, detail::concat("--nnodes = ", nnodes(), ": the job at ", rules_.place, " was begun with ", round_.nnodes,
-                                             "; give all its agents the same, or this one another --rdzv-id"));
+                                             "; give all its agents the same, or this one another --rdzv-endpoint"));
     }
     if (!member_) {
       const auto taken = std::ranges::find_if(round_.nodes, [&](const Node& node) { return node.order >= 0 && node.order == self_.node.order; });
@@ -317,6 +317,13 @@ class Look {
 
 Step decide(const Round& round, const std::map<std::string, Peer>& peers, const Self& self, const Rules& rules) {
   return Look(round, peers, self, rules).step();
+}
+
+std::string missing_nodes(const Round& round, const Rules& rules) {
+  const auto came = static_cast<int>(round.nodes.size());
+  if (round.phase != Phase::Joining || came >= rules.min_nodes) return "";
+  return detail::concat(came, " of at least ", rules.min_nodes, came == 1 ? " nodes has" : " nodes have", " come; waiting up to ",
+                        static_cast<int64_t>(rules.join_timeout_s), " s for the others (--rdzv-conf join_timeout)");
 }
 
 std::optional<Place> place_of(const Round& round, const std::string& id) {

@@ -116,6 +116,9 @@ struct Step {
 
 Step decide(const Round& round, const std::map<std::string, Peer>& peers, const Self& self, const Rules& rules);
 
+/// What a job waits for that has too few nodes to begin; empty where it has enough, or has begun.
+std::string missing_nodes(const Round& round, const Rules& rules);
+
 /// Where a node's ranks begin, and how many there are in all.
 struct Place {
   int node_rank = 0, first_rank = 0, world_size = 0;

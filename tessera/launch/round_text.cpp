@@ -61,7 +61,7 @@ bool is_whole(int, nlohmann::json::parse_event_t, nlohmann::json& value) {
 /// Reads a T; `what` it is. Each field has to come back as it stands in the text, for the library's own conversion wraps numbers.
 template <class T>
 T parsed(const std::string& text, const char* what) {
-  constexpr const char* way_out = "; another program, or another version of this one, writes to the rendezvous' store: give this job another --rdzv-id";
+  constexpr const char* way_out = "; another program, or another version of this one, writes to the rendezvous' store: give this job another --rdzv-endpoint";
   try {
     const auto json = nlohmann::json::parse(text, is_whole);
     T value = json.get<T>();

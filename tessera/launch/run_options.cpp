@@ -8,6 +8,7 @@
 
 #include "tessera/comm/decorators/inject.h"
 #include "tessera/config/config.h"
+#include "tessera/config/detail.h"
 #include "tessera/core/error.h"
 
 namespace tessera::launch {
@@ -101,10 +102,10 @@ FlagValues parse_conf(const std::string& text) {
   std::istringstream entries(text);
   for (std::string entry; std::getline(entries, entry, ',');) {
     const size_t equals = entry.find('=');
-    const std::string key = entry.substr(0, equals);
-    require(equals != std::string::npos && equals + 1 < entry.size(), "--rdzv-conf = ", text, ": KEY=VALUE,... without blanks");
+    const std::string key = detail::trimmed(entry.substr(0, equals)), value = equals == std::string::npos ? "" : detail::trimmed(entry.substr(equals + 1));
+    require(!value.empty(), "--rdzv-conf = ", text, ": KEY=VALUE,...");
     require(std::ranges::find(known, key) != known.end(), "--rdzv-conf ", key, ": no such key; the nearest is ", nearest(key, known));
-    conf.values.emplace_back(key, entry.substr(equals + 1));
+    conf.values.emplace_back(key, value);
   }
   return conf;
 }

@@ -2,6 +2,7 @@
 #include <charconv>
 #include <set>
 
+#include "tessera/config/detail.h"
 #include "tessera/core/error.h"
 #include "tessera/verify/verify.h"
 
@@ -38,7 +39,7 @@ MeshConfig parse_mesh(const std::string& text, const MeshConfig& base) {
   std::set<std::string> given;
   for (size_t begin = 0; begin <= text.size();) {
     const size_t end = std::min(text.find(',', begin), text.size());
-    const std::string part = text.substr(begin, end - begin);
+    const std::string part = detail::trimmed(text.substr(begin, end - begin));
     const size_t equals = part.find('=');
     require(equals != std::string::npos, "--mesh ", text, ": '", part, "' is no axis=size; write --mesh dp_replicate=3, or several separated by commas");
     const std::string axis = part.substr(0, equals);

@@ -112,7 +112,7 @@ TEST(Choice, IsTheEnginesOwnUnlessAsked) {
   EXPECT_EQ(choice_of(ring, "all_reduce", 10), "ring");
   EXPECT_EQ(choice_of(ring, "all_to_all", 10), "engine");  // has none
   EXPECT_EQ(choice_of(ring, "send", 10), "engine");
-  const AlgorithmChoice some(WorldOptions{.algorithm = "all_reduce=halving_doubling,broadcast=engine"});
+  const AlgorithmChoice some(WorldOptions{.algorithm = "all_reduce=halving_doubling, broadcast=engine"});
   EXPECT_EQ(choice_of(some, "all_reduce", 10), "halving_doubling");
   EXPECT_EQ(choice_of(some, "broadcast", 10), "engine");
   EXPECT_EQ(choice_of(some, "reduce", 10), "engine");

@@ -1,4 +1,5 @@
 #include <cmath>
+#include <cstdlib>
 #include <map>
 #include <string>
 #include <vector>
@@ -39,6 +40,26 @@ TEST(Resolve, FillsWhatDependsOnOtherFields) {
   EXPECT_EQ(config, once);
 }
 
+/// Which folder a relative one is depends on where a command is started, and, once it is saved, on where its file lies.
+TEST(Resolve, TakesNoRelativeFolderForTheCache) {
+  const char* const names[] = {"XDG_CACHE_HOME", "HOME", "TMPDIR"};
+  std::map<std::string, std::string> before;
+  for (const char* const name : names) {
+    if (const char* const value = std::getenv(name)) before[name] = value;
+  }
+  const auto cache_dir = [&](const char* cache, const char* home) {
+    setenv("XDG_CACHE_HOME", cache, 1);
+    setenv("HOME", home, 1);
+    return good().data.cache_dir;
+  };
+  setenv("TMPDIR", "/tmp", 1);
+  EXPECT_EQ(cache_dir("/cache", "/home"), "/cache/tessera");
+  EXPECT_EQ(cache_dir("cache", "/home"), "/home/.cache/tessera");
+  EXPECT_EQ(cache_dir("", "/home"), "/home/.cache/tessera");
+  EXPECT_EQ(cache_dir("cache", "home"), "/tmp/tessera");
+  for (const char* const name : names) before.contains(name) ? setenv(name, before[name].c_str(), 1) : unsetenv(name);
+}
+
 TEST(Resolve, KeepsWhatIsGivenAndWaitsForHuggingFace) {
   Config config;
   config.run.seed = 3;
@@ -68,6 +89,7 @@ TEST(Resolve, RefusesSizesWhoseProductsLeave64Bits) {
   EXPECT_THAT(refused([](Config& c) { c.model.dim = 1'000'000'001; }), StartsWith("model.dim = 1000000001: expected at most 1000000000"));
   EXPECT_THAT(refused([](Config& c) { c.model.ffn_dim = INT64_MAX; }), StartsWith("model.ffn_dim = "));
   EXPECT_THAT(refused([](Config& c) { c.model.dim = INT64_MIN; }), StartsWith("model.dim = "));
+  EXPECT_THAT(refused([](Config& c) { c.model.layers = -2'000'000'000; }), StartsWith("model.layers = -2000000000: expected at least -1000000000"));
   EXPECT_THAT(refused([](Config& c) { c.batch.global_size = INT64_MAX; }), StartsWith("batch.global_size = "));
 }
 

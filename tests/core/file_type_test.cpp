@@ -5,9 +5,11 @@
 #include <iterator>
 #include <string>
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "tests/refusal.h"
 
@@ -31,12 +33,21 @@ TEST(FileType, PutsAFileWhereItsNameLeadsAndInPlaceOfFilesAlone) {
   fs::create_symlink("none/new", folder / "to_no_folder");
 
   for (const char* name : {"file", "new"}) EXPECT_EQ(output_place(folder / name, "--output"), folder / name);
-  for (const char* name : {"to_nothing", "twice"}) EXPECT_EQ(output_place(folder / name, "--output"), folder / "inner" / "new");
+  for (const char* name : {"to_nothing", "twice"}) {
+    EXPECT_EQ(output_place(folder / name, "--output"), folder / "inner" / "new");
+    EXPECT_EQ(target_of(folder / name), folder / "inner" / "new");
+  }
   EXPECT_EQ(output_place(folder / "absolute", "--output"), folder / "file");
   const auto refusal = [&](const char* name) { return testing_support::refusal([&] { output_place(folder / name, "--output"); }); };
   for (const char* name : {"pipe", "to_pipe"}) EXPECT_THAT(refusal(name), AllOf(HasSubstr("--output = "), HasSubstr("a pipe"))) << name;
   for (const char* name : {"inner", "inner/"}) EXPECT_THAT(refusal(name), HasSubstr("is a folder")) << name;
   for (const char* name : {"none/new", "to_no_folder"}) EXPECT_THAT(refusal(name), HasSubstr("there is no folder")) << name;
+
+  // As /dev/stdout is, which may lead to a regular file, too: whoever has that open would see nothing of another one in its place.
+  const int open = ::open((folder / "file").c_str(), O_RDONLY);
+  fs::create_symlink("/proc/self/fd/" + std::to_string(open), folder / "to_open_file");
+  EXPECT_THAT(refusal("to_open_file"), HasSubstr("is what a process has open, and not the name of a file"));
+  ::close(open);
   fs::remove_all(folder);
 }
 

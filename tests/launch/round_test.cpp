@@ -525,5 +525,18 @@ TEST(Board, OnlyOneOfTwoProposalsIsTaken) {
   EXPECT_EQ(b.exchange({}, Proposal{seen, second}, {}).round.number, 1);
 }
 
+TEST(Round, SaysForHowManyNodesAJobWaits) {
+  const Rules rules{.min_nodes = 3, .max_nodes = 4, .join_timeout_s = 40};
+  Round round{.nodes = {{.id = "a"}}};
+  EXPECT_EQ(missing_nodes(round, rules), "1 of at least 3 nodes has come; waiting up to 40 s for the others (--rdzv-conf join_timeout)");
+  round.nodes.push_back({.id = "b"});
+  EXPECT_THAT(missing_nodes(round, rules), HasSubstr("2 of at least 3 nodes have come"));
+  round.phase = Phase::Stopping;
+  EXPECT_EQ(missing_nodes(round, rules), "");
+  round.phase = Phase::Joining;
+  round.nodes.push_back({.id = "c"});
+  EXPECT_EQ(missing_nodes(round, rules), "") << "others may come, and none has to";
+}
+
 }  // namespace
 }  // namespace tessera::launch

@@ -105,6 +105,7 @@ TEST(RunOptions, ReadRendezvousSettings) {
   EXPECT_DOUBLE_EQ(options.rendezvous.rules.dead_after_s, 2);
   EXPECT_EQ(options.rendezvous.serves, false);
   EXPECT_EQ(parse({"--rdzv-conf=timeout=5"}).rendezvous.rules.join_timeout_s, 5);
+  EXPECT_EQ(parse({"--rdzv-conf=last_call_timeout=1, join_timeout = 7"}).rendezvous.rules.join_timeout_s, 7) << "torchrun takes blanks";
 }
 
 TEST(RunOptions, CountDevices) {

@@ -276,10 +276,10 @@ class RandomDeepPlans : public RandomLayoutPlans {
 };
 
 /// To the byte and the microsecond.
-TEST_F(RandomDeepPlans, OfFewRanksAndMicroBatchesAreThoseOfAll) { run_deep(0, 6); }
+TEST_F(RandomDeepPlans, OfFewRanksAndMicroBatchesAreThoseOfAll) { run_deep(0, 3); }
 
 TEST_F(RandomDeepPlans, DISABLED_Many) {
-  const auto [begin, end] = testing_support::seeds_asked(6, 200);
+  const auto [begin, end] = testing_support::seeds_asked(3, 100);
   run_deep(begin, end);
 }
 

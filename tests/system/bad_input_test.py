@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import unittest
 
-from support import SOURCE, SystemTest, TESSERA, english, environment, run
+from support import SOURCE, SystemTest, TESSERA, english, environment, metrics, run
 
 
 class BadInput(SystemTest):
@@ -61,7 +61,11 @@ class BadInput(SystemTest):
         second.symlink_to(first)
         dangling = self.folder / "dangling"
         dangling.symlink_to("nowhere")
-        self.assertIn(f"log.dir = {dangling}: is a link to a folder", self.refusal(run("train", self.recipe, "--set", f"log.dir={dangling}")))
+        for key in ("log.dir", "checkpoint.dir"):
+            self.refused(f"{key}={dangling}", expect=[f"{key} = {dangling}: is a link to a folder that does not exist; make that, or name another {key}"])
+        for name in ("step-00000002", ".tmp-step-00000002", "set-aside-1/log"):
+            done = run("train", self.recipe, "--set", f"checkpoint.dir={self.folder / 'ckpt'}", "--set", f"log.dir={self.folder / 'ckpt' / name}")
+            self.assertIn(f"log.dir = {self.folder / 'ckpt' / name}: lies in a folder that saves into checkpoint.dir", self.refusal(done))
         loop = ["Too many levels of symbolic links", str(first)]
         self.refused(f"checkpoint.dir={first}", expect=["checkpoint.dir = ", *loop])
         self.refused(f"model.from_hf={first}", expect=loop)
@@ -191,8 +195,29 @@ class BadInput(SystemTest):
                     self.assertTrue(link.is_symlink() and target.stat().st_size > 0)
                 link.unlink()
                 target.unlink()
+                if "--train" in command:  # which adds .model to a name
+                    continue
+                with open(target, "wb") as out:  # in whose place the command would put another file
+                    done = subprocess.run([TESSERA, *map(str, command), "/dev/stdout"], env=environment(), stdout=out, stderr=subprocess.PIPE, text=True)
+                self.assertIn("= /dev/stdout: is what a process has open, and not the name of a file", self.refusal(done))
+                target.unlink()
         self.assertIn("is a device, a pipe", self.refusal(run("train", self.recipe, f"--memory-report={pipe}")))
         self.assertFalse(list(self.folder.glob("*.partial")))
+
+    def test_a_link_among_the_files_of_a_run_stays_one(self):
+        _, log = self.train("log", sets=["run.steps=3", "optim.warmup_steps=0"])
+        files = {name: self.folder / f"linked-{name}" for name in ("metrics.jsonl", "validation.jsonl", "written_by.json", "config.toml")}
+        for name, target in files.items():
+            (log / name).rename(target)
+            (log / name).symlink_to(target)
+        files["metrics.jsonl"].unlink()  # a link to nothing yet
+        before = files["written_by.json"].read_text()
+        self.train("log", sets=["run.steps=4", "optim.warmup_steps=0"])
+        for name, target in files.items():
+            self.assertTrue((log / name).is_symlink() and not target.is_symlink(), name)
+        self.assertEqual(len(metrics(log)), 4)
+        self.assertIn("steps = 4", files["config.toml"].read_text())
+        self.assertNotEqual(files["written_by.json"].read_text(), before)
 
     def test_what_a_command_reads_is_not_overwritten(self):
         own = self.folder / "config.toml"

@@ -471,6 +471,13 @@ class Addresses(RunTest):
         self.assertRegex(self.nodes(f"127.0.0.1:{self.port}"),
                          rf"1 node came to address 127.0.0.1, port {self.port} within 1 s, --nnodes = 2:2 asks for at least 2")
 
+    def test_who_waits_in_vain_is_told_for_whom(self):
+        agent = self.start_node("2", "--rdzv-id=j", "true", host="127.0.0.1")
+        self.until(lambda: "this node serves the rendezvous" in agent.errors(), "a store")
+        self.assertRegex(self.refused("--nnodes=2", "--rdzv-id=k", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-conf=join_timeout=1"),
+                         rf"no rendezvous at address 127.0.0.1, port {self.port}: the job there has --rdzv-id j, this agent k; give all .* the same; waited")
+        self.until(lambda: "1 of at least 2 nodes has come; waiting up to 600 s for the others" in agent.errors(), "how many have come")
+
     def test_ipv6(self):
         line = ["sh", "-c", "echo here $RANK $MASTER_ADDR"]
         agents = [self.start_node("2", *line, host="[::1]"), self.start_node("2", *line, host="[::1]")]

@@ -79,6 +79,7 @@ class Schedule(SystemTest):
             (("1f1b", *sizes, "--costs", "1,1,-1,0"), ("--costs = 1,1,-1,0", "0 or numbers from")),
             (("1f1b", *sizes, "--costs", "-1,1,1,0"), ("--costs = -1,1,1,0", "0 or numbers from")),
             (("1f1b", *sizes, "--costs", "1,1,nan,0"), ("--costs = 1,1,nan,0",)),
+            (("1f1b", *sizes, "--costs", "nan,1,1,0"), ("--costs = nan,1,1,0", "0 or numbers from")),
             (("zb_2p", *sizes, "--kept", "2"), ("kept = 2", "at most 1")),
             (("1f1b", *sizes, "--per-rank", "1,2"), ("--per-rank = 1,2", "give 4")),
             (("1f1b", *sizes, "--memory-limit", 3), ("memory_limit", "zb_auto")),

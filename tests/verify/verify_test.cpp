@@ -142,9 +142,10 @@ std::string refusal(const std::function<void()>& action) {
 
 TEST_F(VerifyTest, BadInputIsRefused) {
   EXPECT_THAT(refusal([] { parse_mesh("dp_replicat=3"); }), HasSubstr("no axis dp_replicat; did you mean dp_replicate?"));
+  EXPECT_EQ(parse_mesh(" tp=2, pp=3").pp, 3);
   EXPECT_THAT(refusal([] { parse_mesh("tp=2,tp=2"); }), HasSubstr("tp is given twice"));
   for (const char* mesh : {"tp=0", "tp=-1", "tp=two", "tp=", "tp=2x"}) EXPECT_THAT(refusal([&] { parse_mesh(mesh); }), HasSubstr("expected a size")) << mesh;
-  for (const char* mesh : {"", "tp", "tp=2,", ",tp=2"}) EXPECT_THAT(refusal([&] { parse_mesh(mesh); }), HasSubstr("is no axis=size")) << mesh;
+  for (const char* mesh : {"", "tp", "tp=2,", ",tp=2", "tp=2, "}) EXPECT_THAT(refusal([&] { parse_mesh(mesh); }), HasSubstr("is no axis=size")) << mesh;
   EXPECT_THAT(refusal([&] { run("tp=2,dp_shard=2", "llama", {"zero.stage=3", "tensor.overlap=true", "zero.wrap=layers.*.attention.*"}); }),
               AllOf(HasSubstr("zero.wrap = layers.*.attention.*: makes 'layers.0.attention.wq' a unit by itself"), HasSubstr("tensor.overlap = false")));
   // Ranks of 7 and of 6 columns: three tiles and two, each of which would gather.

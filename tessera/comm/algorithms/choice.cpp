@@ -7,6 +7,7 @@
 #include "tessera/comm/algorithms/program.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/call.h"
+#include "tessera/config/detail.h"
 #include "tessera/core/error.h"
 
 // Ranks choose without asking each other, so a choice may look only at what is the same on all of them: options, op, root, bytes of the whole, group, hosts. It
@@ -48,7 +49,7 @@ AlgorithmChoice::AlgorithmChoice(const WorldOptions& options) {
     const auto item = text.substr(begin, end - begin);
     const auto equals = item.find('=');
     require(equals != std::string::npos, "comm.algorithm = ", text, ": \"", item, "\" is not op=algorithm; such as all_reduce=ring,broadcast=binomial_tree");
-    const auto op = item.substr(0, equals), name = item.substr(equals + 1);
+    const auto op = detail::trimmed(item.substr(0, equals)), name = detail::trimmed(item.substr(equals + 1));
     check_algorithm("comm.algorithm", name == kEngineAlgorithm && !algorithms_for(op).empty() ? algorithms_for(op)[0] : name, op);
     require(fixed_.emplace(op, name).second, "comm.algorithm = ", text, ": ", op, " is named twice");
     begin = end + 1;

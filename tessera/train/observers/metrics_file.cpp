@@ -97,7 +97,8 @@ Json by_name(const MemoryByCategory& bytes) {
 /// Opens `file` for appending behind the lines it keeps, those up to `own_steps`; returns the latest step among them, or 0. A full disk ends no run whose log
 /// is not strict.
 int64_t continue_file(const std::filesystem::path& file, int64_t first_step, int64_t own_steps, RecordFile& records) {
-  const std::filesystem::path partial = file.string() + ".partial";
+  const std::filesystem::path place = target_of(file);  // a link stays one
+  const std::filesystem::path partial = place.string() + ".partial";
   for (const auto& path : {file, partial}) {
     std::error_code ignored;
     const auto found = std::filesystem::status(path, ignored);  // opening a pipe would wait for whoever is at its other end
@@ -112,9 +113,9 @@ int64_t continue_file(const std::filesystem::path& file, int64_t first_step, int
     reason = keep_aside(file, "another-run", held.others,
                         detail::concat("of another run, or of another line of it, than the one that goes on from step ", first_step - 1));
   }
-  if (reason == 0) reason = try_to_replace(file, partial, held.kept);
+  if (reason == 0) reason = try_to_replace(place, partial, held.kept);
   const bool as_it_stands = held.unknown == 0 && !another_runs;
-  if (is_full(reason) && (!records.strict() || (as_it_stands && held.first))) reason = continue_without_room(file, held, as_it_stands, reason);
+  if (is_full(reason) && (!records.strict() || (as_it_stands && held.first))) reason = continue_without_room(place, held, as_it_stands, reason);
   if (reason == 0 && !records.open(file)) reason = errno;
   if (reason != 0) fail_to_write(named(file) + " cannot be written", reason, "choose another log.dir");
   return held.last;

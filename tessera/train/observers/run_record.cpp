@@ -62,9 +62,10 @@ void RunRecord::write(const RunInfo& run) const {
     std::filesystem::rename(file_, aside, error);
     if (!error) log().warn("{}: is no run's; it is kept in {}", file_.string(), aside.filename().string());
   }
-  const std::filesystem::path partial = file_.string() + ".partial";
+  const std::filesystem::path place = target_of(file_);  // a link stays one
+  const std::filesystem::path partial = place.string() + ".partial";
   if (!run.identity.start.empty()) {
-    const int reason = try_to_replace(file_, partial, to_json(run.identity).dump() + '\n');
+    const int reason = try_to_replace(place, partial, to_json(run.identity).dump() + '\n');
     if (reason == 0) return;
     log().warn("{}: cannot be written: {}; a run that goes on in this folder will not know another's records from its own", file_.string(),
                reason_of_writing(reason));
