@@ -14,6 +14,7 @@
 #include "cli/inspect_record.h"
 #include "cli/inspect_text.h"
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/files.h"
 #include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/safetensors.h"
@@ -78,7 +79,13 @@ json facts_of(const checkpoint::Manifest& manifest) {
 
 json checkpoint_json(const std::filesystem::path& folder) {
   const auto manifest = checkpoint::read_or_name_another([&] { return checkpoint::read_manifest(folder); });
-  const auto problem = checkpoint::problem_with(folder, checkpoint::Thoroughness::Hashes);
+  const auto problem = [&]() -> std::optional<std::string> {
+    try {
+      return checkpoint::problem_with(folder, checkpoint::Thoroughness::Hashes);
+    } catch (const checkpoint::UnreadableFile& error) {
+      return error.what();
+    }
+  }();
   json tensors = json::array();
   constexpr std::string_view kModel = "model.";
   for (const auto& [name, tensor] : manifest.tensors) {

@@ -179,7 +179,11 @@ void require_no_dead_link(const char* knob, const std::string& folder) {
 
 bool is_within_a_save(const Config& config) {
   if (config.checkpoint.dir.empty() || config.log.dir.empty()) return false;
-  const auto whole = [](const std::string& folder) { return std::filesystem::absolute(folder).lexically_normal(); };
+  const auto whole = [](const std::string& folder) {
+    std::error_code unreachable;  // which is said of each by itself
+    const auto path = std::filesystem::weakly_canonical(std::filesystem::absolute(folder), unreachable);
+    return path.has_filename() ? path : path.parent_path();  // "saves/"
+  };
   const std::filesystem::path saves = whole(config.checkpoint.dir), logs = whole(config.log.dir);
   const auto [of_saves, of_logs] = std::ranges::mismatch(saves, logs);
   return of_saves == saves.end() && of_logs != logs.end() && checkpoint::is_of_saves(*of_logs);

@@ -197,7 +197,8 @@ std::optional<std::string> problem_with(const std::filesystem::path& folder, Tho
   } catch (const UnreadableFile&) {
     throw;
   } catch (const std::filesystem::filesystem_error& error) {
-    throw UnreadableFile(detail::concat(error.path1().string(), ": cannot be looked at: ", error.code().message()));
+    throw UnreadableFile(
+        detail::concat(error.path1().string(), ": cannot be looked at: ", error.code().message(), "; it may be whole: make it readable, and try again"));
   } catch (const std::exception& error) {
     return error.what();
   }

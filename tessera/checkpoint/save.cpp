@@ -66,7 +66,8 @@ std::optional<Manifest> replaced_by(const fs::path& folder, const CheckpointStat
   try {
     Manifest there = read_manifest(folder);
     if (state.run.holds(there.run, there.step)) return there;
-  } catch (const ConfigError&) {  // damaged, and nobody's
+  } catch (const UnreadableFile&) {  // somebody's, who is not to lose it
+  } catch (const ConfigError&) {     // damaged, and nobody's
   }
   return std::nullopt;
 }
@@ -194,12 +195,15 @@ Manifest make_manifest(const SavePlan& plan, const std::vector<nlohmann::json>& 
   return manifest;
 }
 
-/// Whether a checkpoint that is about to be replaced was written by somebody else, or holds what somebody else put there. One that cannot be read is nobody's.
+/// Whether a checkpoint that is about to be replaced was written by somebody else, or holds what somebody else put there. One that is damaged is nobody's; one
+/// that cannot be read now may be.
 bool is_of_another(const fs::path& folder, const RunIdentity& run) {
   if (!foreign_entries(folder).empty()) return true;
   try {
     const Manifest there = read_manifest(folder);
     return !run.holds(there.run, there.step);
+  } catch (const UnreadableFile&) {
+    return true;
   } catch (const ConfigError&) {
     return false;
   }

@@ -15,6 +15,7 @@
 #include "tessera/fsdp/sharded_step.h"
 #include "tessera/fsdp/sharded_units.h"
 #include "tessera/fsdp/unit_plan.h"
+#include "tessera/fsdp/unit_tensors.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/dropout.h"
 #include "tessera/nn/explicit_calls.h"
@@ -162,6 +163,7 @@ class FullyShardedDataParallel::Impl {
     units_.emplace(plan, group_, options_, ranks_of_mean);
     if (options_.init) initialize_units(module_, plan, *units_, options_);
     cut_parameters().add(plan);
+    tensors_.emplace(*units_);
     step_.emplace(*units_, group_, options_, owner,
                   ShardedStep::Callbacks{.held = [this] { return holds_.any(); },
                                          .words = [this] { return own_words(); },
@@ -181,6 +183,7 @@ class FullyShardedDataParallel::Impl {
       step_->abandon();
       refuse_orphans(*units_);
       step_.reset();
+      tensors_.reset();
       units_.reset();
     } catch (...) {
     }
@@ -290,6 +293,12 @@ class FullyShardedDataParallel::Impl {
     return nn::slice_of(updated);
   }
 
+  std::pair<const UnitLayout*, size_t> layout_of(const at::Tensor& parameter) const {
+    const UnitPlace* const place = tensors_ ? tensors_->parameter(parameter) : nullptr;
+    if (place == nullptr || unsharded_ || !tensors_->are_cut()) return {nullptr, 0};
+    return {&tensors_->flat(*place).layout(), place->index};
+  }
+
   std::vector<ShardUnit> units() const {
     std::vector<ShardUnit> described;
     if (!active()) return described;
@@ -397,6 +406,7 @@ class FullyShardedDataParallel::Impl {
   bool active_ = false;  ///< false: a group of one, that changes nothing
   nn::Holds holds_;
   std::optional<ShardedUnits> units_;
+  std::optional<UnitTensors> tensors_;  ///< of units_
   std::optional<ShardedStep> step_;
   Attachment attached_;
   std::optional<nn::LateParameters> late_;
@@ -468,6 +478,7 @@ comm::Group FullyShardedDataParallel::norm_group() const {
 }
 std::vector<ShardUnit> FullyShardedDataParallel::units() const { return impl_->units(); }
 const comm::Group& FullyShardedDataParallel::group() const { return impl_->group(); }
+std::pair<const UnitLayout*, size_t> FullyShardedDataParallel::layout_of(const at::Tensor& parameter) const { return impl_->layout_of(parameter); }
 
 void unshard(torch::nn::Module& module) {
   const auto sharding = wrappers().of(module);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +20,8 @@
 #include "tessera/nn/replicas.h"
 
 namespace tessera {
+
+struct UnitLayout;
 
 /// Auto-wrap policy: called for every module below the root; true makes the module a unit of its own.
 using WrapPolicy = std::function<bool(const std::string& path, const torch::nn::Module& module)>;
@@ -173,7 +176,12 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   const comm::Group& group() const;
 
  private:
+  friend class SliceGuards;
   class Impl;
+
+  /// How the unit of `parameter` is cut, and which of its parameters it is; null for a tensor that is not cut by this.
+  std::pair<const UnitLayout*, size_t> layout_of(const at::Tensor& parameter) const;
+
   std::unique_ptr<Impl> impl_;
 };
 

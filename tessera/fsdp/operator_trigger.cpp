@@ -23,7 +23,7 @@ void OperatorTrigger::note(size_t unit) {
   if (std::ranges::find(met_, unit) == met_.end()) met_.push_back(unit);
 }
 
-void OperatorTrigger::meet(const at::Tensor& tensor, size_t argument) {
+void OperatorTrigger::meet(const at::Tensor& tensor, const OperandPlace& operand) {
   if (!tensor.defined() || !tensor.has_storage()) return;
   const UnitTensors::Storage* const storage = tensors_.storage_of(tensor);
   const UnitPlace* const parameter = tensors_.parameter(tensor);
@@ -32,28 +32,18 @@ void OperatorTrigger::meet(const at::Tensor& tensor, size_t argument) {
   } else if (storage->whole) {
     note(storage->place.unit);
   } else if (parameter) {
-    seen_.push_back({tensor, *parameter, argument});
+    seen_.push_back({tensor, *parameter, operand});
   } else {
     touched_.push_back(tensor);
   }
 }
 
-void OperatorTrigger::meet(const c10::IValue& value, size_t argument) {
-  if (value.isTensor()) {
-    meet(value.toTensor(), argument);
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) meet(tensor, argument);
-  } else if (value.isList()) {
-    for (const c10::IValue& item : value.toListRef()) meet(item, argument);
-  }
-}
-
 OperatorUse OperatorTrigger::use_of(const c10::FunctionSchema& schema, Arguments arguments) const {
   // What is written is this rank's rows, whatever else the operator takes: a whole that was gathered is given up again.
-  if (std::ranges::any_of(seen_, [&](const SeenSlice& seen) { return writes(schema, seen.argument); })) return OperatorUse::Slice;
+  if (std::ranges::any_of(seen_, [&](const SeenSlice& seen) { return writes(schema, seen.operand.argument); })) return OperatorUse::Slice;
   OperatorUse use = OperatorUse::Slice;
   for (const SeenSlice& seen : seen_) {
-    const OperatorUse own = operator_use(schema, arguments, seen.argument, seen.tensor);
+    const OperatorUse own = operator_use(schema, arguments, seen.operand, seen.tensor);
     if (own == OperatorUse::Whole) return own;
     if (own != OperatorUse::Slice && use != OperatorUse::Unlike) use = own;
   }
@@ -66,20 +56,20 @@ void OperatorTrigger::scan(Arguments arguments) {
   seen_.clear();
   touched_.clear();
   replaced_ = false;
-  for (size_t i = 0; i < arguments.size(); ++i) meet(arguments[i], i);
+  for_each_operand(arguments, [this](const at::Tensor& tensor, const OperandPlace& operand) { meet(tensor, operand); });
 }
 
-/// Whether a rank that has all rows of the one parameter would find the others to be of its slice's shape, where this rank does not.
+/// Whether a rank that has all rows of the parameters would find what stands beside them to be of its slices' shapes, where this rank does not.
 bool OperatorTrigger::looks_alike_elsewhere(Arguments arguments) const {
-  if (seen_.size() != 1 || !tensors_.is_on_one_rank(seen_.front().place)) return false;
-  const auto& [tensor, place, argument] = seen_.front();
-  const at::IntArrayRef whole = tensors_.whole_sizes(place);
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (i == argument) continue;
-    if (arguments[i].isTensorList()) return false;
-    if (arguments[i].isTensor() && arguments[i].toTensor().defined() && arguments[i].toTensor().sizes() != whole) return false;
+  std::optional<int> one_rank;
+  for (const SeenSlice& seen : seen_) {
+    const std::optional<int> rank = tensors_.rank_with_all_rows(seen.place);
+    if (!rank || (one_rank && *one_rank != *rank)) return false;
+    one_rank = rank;
+    const at::IntArrayRef whole = tensors_.whole_sizes(seen.place);
+    if (std::ranges::any_of(tensors_beside(arguments, seen.operand), [&](const at::Tensor& other) { return other.sizes() != whole; })) return false;
   }
-  return true;
+  return one_rank.has_value();
 }
 
 /// Without gradients and outside of a step: whether an operator that takes the parameter beside what has not its slice's shape may have the whole. Where one
@@ -164,10 +154,7 @@ bool OperatorTrigger::begins_between_calls(const c10::FunctionSchema& schema, Ar
 /// And nothing else: an optimizer takes a parameter beside its gradient or its state, not beside another one.
 bool OperatorTrigger::takes_parameters_alone(Arguments arguments) const {
   size_t tensors = 0;
-  for (const c10::IValue& argument : arguments) {
-    if (argument.isTensorList()) return false;
-    tensors += argument.isTensor() && argument.toTensor().defined() ? 1 : 0;
-  }
+  for_each_operand(arguments, [&](const at::Tensor&, const OperandPlace&) { ++tensors; });
   return tensors == seen_.size();
 }
 
@@ -227,7 +214,8 @@ void OperatorTrigger::refuse_unclear(const c10::FunctionSchema& schema) const {
   throw ConfigError(
       detail::concat("fully_shard: ", schema.name(), " was given '", name,
                      "', of which this rank has a slice, where nothing tells a forward from an optimizer, a copy or a line for a log. For the slice take its "
-                     "detach(); in a forward let the first operator be one with the module's input, and before an evaluation say model->eval()"));
+                     "detach(), and what follows it (a moving average) write in place: average.mul_(decay).add_(parameter, 1 - decay); in a forward let the "
+                     "first operator be one with the module's input, and before an evaluation say model->eval()"));
 }
 
 /// A forward made a tensor as large as the parameter seemed to it: of a slice.
@@ -243,45 +231,59 @@ void OperatorTrigger::refuse_made_by_slices(const c10::FunctionSchema& schema) c
 /// slice, or puts another tensor in its place. A rank that has all rows of a parameter cannot tell by shapes: an optimizer takes it beside its gradient, what
 /// follows it is written. And it makes zeros like a parameter that has a gradient: the state that an optimizer begins with.
 bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments arguments) const {
-  std::vector<at::Tensor> others;
-  std::vector<UnitPlace> parameters;
-  bool written = false;
-  const auto look = [&](const at::Tensor& tensor, size_t argument) {
-    if (!tensor.defined()) return;
-    const auto place = tensors_.find_whole(tensor);
-    if (!place) return others.push_back(tensor);
-    written = written || writes(schema, argument) || (argument == 0 && replaces(schema.name()));
-    parameters.push_back(*place);
+  struct Operand {
+    UnitPlace parameter;
+    OperandPlace place;
   };
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].isTensor()) look(arguments[i].toTensor(), i);
-    if (!arguments[i].isTensorList()) continue;
-    for (const at::Tensor& tensor : arguments[i].toTensorVector()) look(tensor, i);
-  }
+  std::vector<Operand> operands;
+  bool written = false;
+  for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& place) {
+    const auto parameter = tensors_.find_whole(tensor);
+    if (!parameter) return;
+    written = written || writes(schema, place.argument) || (place.argument == 0 && replaces(schema.name()));
+    operands.push_back({*parameter, place});
+  });
   if (written || is_forward(schema.name())) return written;
-  if (schema.name() == "aten::zeros_like" && parameters.size() == 1) {
-    const at::Tensor& gradient = tensors_.named(parameters.front()).tensor.grad();
-    return gradient.defined() && gradient.sizes() == tensors_.slice_sizes(parameters.front());
+  if (schema.name() == "aten::zeros_like" && operands.size() == 1) {
+    const UnitPlace& parameter = operands.front().parameter;
+    const at::Tensor& gradient = tensors_.named(parameter).tensor.grad();
+    return gradient.defined() && gradient.sizes() == tensors_.slice_sizes(parameter);
   }
-  for (const UnitPlace& place : parameters) {
-    if (!writes(schema)) guards_.refuse_fitting_both(schema, place, others);
+  const auto others_beside = [&](const OperandPlace& place) {
+    std::vector<at::Tensor> others = tensors_beside(arguments, place);
+    std::erase_if(others, [this](const at::Tensor& other) { return tensors_.find_whole(other).has_value(); });
+    return others;
+  };
+  for (const auto& [parameter, place] : operands) {
+    if (!writes(schema)) guards_.refuse_fitting_both(schema, parameter, others_beside(place));
   }
-  return std::ranges::any_of(parameters, [&](const UnitPlace& place) {
-    const at::IntArrayRef sizes = tensors_.slice_sizes(place);
-    const bool tells = writes(schema) || !tensors_.are_cut() || !tensors_.has_all_rows(place);
-    return std::ranges::any_of(others, [&](const at::Tensor& other) { return other.sizes() == sizes && (tells || tensors_.is_gradient(other)); });
+  return std::ranges::any_of(operands, [&](const Operand& operand) {
+    const at::IntArrayRef sizes = tensors_.slice_sizes(operand.parameter);
+    const bool tells = writes(schema) || !tensors_.are_cut() || !tensors_.has_all_rows(operand.parameter);
+    return std::ranges::any_of(others_beside(operand.place),
+                               [&](const at::Tensor& other) { return other.sizes() == sizes && (tells || tensors_.is_gradient(other)); });
   });
 }
 
 /// An optimizer came after a forward whose backward has not come: what it was given while parameters were whole becomes slices.
 void OperatorTrigger::leave_forward(torch::jit::Stack& stack, size_t first) {
-  std::vector<std::pair<size_t, UnitPlace>> aliases;
-  for (size_t i = first; i < stack.size(); ++i) {
-    if (!stack[i].isTensor() || tensors_.parameter(stack[i].toTensor())) continue;
-    if (const auto place = tensors_.find_whole(stack[i].toTensor())) aliases.emplace_back(i, *place);
-  }
+  std::vector<std::pair<OperandPlace, UnitPlace>> aliases;
+  for_each_operand(Arguments(stack.data() + first, stack.size() - first), [&](const at::Tensor& tensor, const OperandPlace& operand) {
+    if (tensors_.parameter(tensor)) return;
+    if (const auto place = tensors_.find_whole(tensor)) aliases.emplace_back(operand, *place);
+  });
   step_.leave();
-  for (const auto& [i, place] : aliases) stack[i] = units_.flats(place.unit)[place.flat].slice_view(place.index);
+  for (const auto& [operand, place] : aliases) {
+    const at::Tensor slice = units_.flats(place.unit)[place.flat].slice_view(place.index);
+    c10::IValue& value = stack[first + operand.argument];
+    if (!operand.item) {
+      value = slice;
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list(value.toTensorList().copy());
+      list.set(*operand.item, slice);
+      value = list;
+    }
+  }
 }
 
 /// libtorch would say that two dtypes differ, and not which of them is ours.
@@ -331,7 +333,7 @@ void OperatorTrigger::begin_forward(torch::jit::Stack& stack, size_t first) {
 std::vector<at::Tensor> OperatorTrigger::written_slices(const c10::FunctionSchema& schema) const {
   std::vector<at::Tensor> written;
   for (const SeenSlice& seen : seen_) {
-    if (writes(schema, seen.argument)) written.push_back(seen.tensor);
+    if (writes(schema, seen.operand.argument)) written.push_back(seen.tensor);
   }
   return written;
 }
@@ -379,6 +381,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     for (const SeenSlice& seen : seen_) note(seen.place.unit);
     return use_met();
   }
+  guards_.refuse_rows_of_other_wrappers(schema, arguments);
   if (!touched_.empty() && !in_call()) guards_.refuse_layers_over_slices(schema, arguments, touched_);
   scalar_.is_applied = follow_scalar(schema, arguments);
   if (!seen_.empty() && wants_whole(schema, arguments, use)) {

@@ -53,8 +53,7 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   };
   using Arguments = at::ArrayRef<c10::IValue>;
 
-  void meet(const c10::IValue& value, size_t argument);
-  void meet(const at::Tensor& tensor, size_t argument);
+  void meet(const at::Tensor& tensor, const OperandPlace& place);
   void note(size_t unit);
   OperatorUse use_of(const c10::FunctionSchema& schema, Arguments arguments) const;
   void scan(Arguments arguments);

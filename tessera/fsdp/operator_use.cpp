@@ -162,6 +162,17 @@ void collect(const c10::IValue& value, std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
+std::vector<at::Tensor> tensors_beside(at::ArrayRef<c10::IValue> arguments, const OperandPlace& place) {
+  std::vector<at::Tensor> beside;
+  const size_t own = place.item ? arguments[place.argument].toListRef().size() : 0;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (i == place.argument) continue;
+    const bool in_pairs = place.item && arguments[i].isList() && arguments[i].toListRef().size() == own;
+    collect(in_pairs ? arguments[i].toListRef()[*place.item] : arguments[i], beside);
+  }
+  return beside;
+}
+
 bool draws_in_place(const std::string& name) { return draws().contains(name); }
 bool needs_one_dtype(const std::string& name) { return products().contains(name); }
 /// Kernels of ours are layers' and losses'; our optimizers call theirs past the dispatcher.
@@ -189,23 +200,15 @@ bool makes_views(const c10::FunctionSchema& schema) {
   });
 }
 
-OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t argument, const at::Tensor& parameter) {
-  if (writes(schema, argument) || copies().contains(schema.name())) return OperatorUse::Slice;
+OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const OperandPlace& place, const at::Tensor& parameter) {
+  if (writes(schema, place.argument) || copies().contains(schema.name())) return OperatorUse::Slice;
   if (shapes().contains(schema.name())) return OperatorUse::Shape;
   if (is_forward(schema.name())) return OperatorUse::Whole;
   if (schema.name() == "aten::clone") return OperatorUse::Clone;
   if (schema.name() == "aten::to" || schema.name() == "aten::_to_copy") return use_of_cast(schema, arguments, parameter);
-  bool alone = true;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (i == argument) continue;
-    std::vector<at::Tensor> tensors;
-    collect(arguments[i], tensors);
-    for (const at::Tensor& tensor : tensors) {
-      alone = false;
-      if (tensor.sizes() != parameter.sizes()) return OperatorUse::Unlike;
-    }
-  }
-  if (!alone) return OperatorUse::Alike;
+  const std::vector<at::Tensor> beside = tensors_beside(arguments, place);
+  if (std::ranges::any_of(beside, [&](const at::Tensor& tensor) { return tensor.sizes() != parameter.sizes(); })) return OperatorUse::Unlike;
+  if (!beside.empty()) return OperatorUse::Alike;
   return is_look(schema, arguments) ? OperatorUse::Look : OperatorUse::Alone;
 }
 

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <optional>
 #include <string>
+#include <vector>
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 
@@ -20,8 +23,33 @@ enum class OperatorUse {
   Alike    ///< it takes others, and all have the slice's shape
 };
 
-/// `argument`: the position of `parameter`, which shows its slice, among the operator's arguments, or of the list that it is in.
-OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t argument, const at::Tensor& parameter);
+/// Where a tensor stands among an operator's arguments.
+struct OperandPlace {
+  size_t argument;
+  std::optional<size_t> item{};  ///< where the argument is a list: in it
+};
+
+/// Calls visit(tensor, place) for each tensor that an operator is given, in lists, too.
+template <class Visit>
+void for_each_operand(at::ArrayRef<c10::IValue> arguments, const Visit& visit) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].isTensor()) {
+      if (arguments[i].toTensor().defined()) visit(arguments[i].toTensor(), OperandPlace{i});
+    } else if (arguments[i].isList() && !arguments[i].isIntList()) {
+      const at::ArrayRef<c10::IValue> items = arguments[i].toListRef();
+      for (size_t k = 0; k < items.size(); ++k) {
+        if (items[k].isTensor() && items[k].toTensor().defined()) visit(items[k].toTensor(), OperandPlace{i, k});
+      }
+    }
+  }
+}
+
+/// What the operator computes with beside the tensor at `place`: all tensors of its other arguments; of a list as long as the one that it stands in, the item
+/// that stands at its place (at::_foreach_add_(averages, parameters)).
+std::vector<at::Tensor> tensors_beside(at::ArrayRef<c10::IValue> arguments, const OperandPlace& place);
+
+/// `place`: of `parameter`, which shows its slice.
+OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const OperandPlace& place, const at::Tensor& parameter);
 
 /// Whether nothing but the forward of a layer calls it (products, convolutions, norms over features, look-ups, all kernels of ours).
 bool is_layer(const std::string& name);

@@ -32,13 +32,7 @@ class Orphans final : public nn::OperatorWatcher {
     const c10::FunctionSchema& schema = op.schema();
     const size_t count = schema.arguments().size(), first = stack.size() - count;
     const at::ArrayRef<c10::IValue> arguments(stack.data() + first, count);
-    for (size_t i = 0; i < count; ++i) {
-      if (arguments[i].isTensor()) {
-        check(arguments[i].toTensor(), schema, arguments, i);
-      } else if (arguments[i].isTensorList()) {
-        for (const at::Tensor& tensor : arguments[i].toTensorVector()) check(tensor, schema, arguments, i);
-      }
-    }
+    for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& place) { check(tensor, schema, arguments, place); });
     if (++calls_ % kBetweenLooks == 0) std::erase_if(known_, [](const auto& item) { return item.second.alive.expired(); });
   }
 
@@ -53,12 +47,12 @@ class Orphans final : public nn::OperatorWatcher {
   };
   static constexpr int64_t kBetweenLooks = 256;
 
-  void check(const at::Tensor& tensor, const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t i) const {
+  void check(const at::Tensor& tensor, const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const OperandPlace& place) const {
     const auto found = known_.find(tensor.unsafeGetTensorImpl());
     if (found == known_.end() || found->second.alive.expired()) return;
     // Somebody else may have given it memory since, as whoever wraps it anew does.
     if (!tensor.has_storage() || tensor.storage().unsafeGetStorageImpl() != found->second.slice) return;
-    require(operator_use(schema, arguments, i, tensor) != OperatorUse::Whole, "fully_shard: ", schema.name(), " was given '", found->second.name,
+    require(operator_use(schema, arguments, place, tensor) != OperatorUse::Whole, "fully_shard: ", schema.name(), " was given '", found->second.name,
             "', of which this rank has a slice, and what gathered it is gone; keep what fully_shard returns for as long as the model is used, or call "
             "unshard(model) before it goes");
   }

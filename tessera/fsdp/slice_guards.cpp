@@ -11,6 +11,7 @@
 #include "tessera/core/error.h"
 #include "tessera/fsdp/operator_use.h"
 #include "tessera/nn/given_parts.h"
+#include "tessera/nn/gradient_dispatcher.h"
 
 // What a rank computes with its rows alone is wrong without a word, or ends in libtorch's word about two sizes. So each thing that programs were seen to do
 // with parameters, gradients and state is known by its operators, and refused on every rank where it would be wrong on any: shapes here are no ground for a
@@ -148,7 +149,7 @@ void SliceGuards::refuse_layers_over_slices(const c10::FunctionSchema& schema, A
 
 /// What runs without gradients may be the inside of a torch::autograd::Function. Then autograd has taken down already of what shape its gradient will be.
 void SliceGuards::refuse_functions_over_slices(const std::vector<SeenSlice>& seen) const {
-  for (const auto& [tensor, place, argument] : seen) {
+  for (const auto& [tensor, place, operand] : seen) {
     const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(tensor);
     if (!accumulator || tensors_.has_all_rows(place)) continue;
     const at::IntArrayRef slice = tensors_.slice_sizes(place);
@@ -162,27 +163,50 @@ void SliceGuards::refuse_functions_over_slices(const std::vector<SeenSlice>& see
 /// Two slices of parameters (a teacher's that follows a student's) may be other rows of theirs, even where their shapes agree.
 void SliceGuards::refuse_other_rows(const c10::FunctionSchema& schema, Arguments arguments) const {
   if (!tensors_.are_cut()) return;
-  std::optional<UnitPlace> first;
-  for (const c10::IValue& argument : arguments) {
-    const auto place = argument.isTensor() ? tensors_.find_slice(argument.toTensor()) : std::nullopt;
-    if (!place) continue;
-    require(
-        !first || tensors_.same_rows(*first, *place), "fully_shard: ", schema.name(), " was given the slices of '", first ? tensors_.name(*first) : "",
-        "' and '", tensors_.name(*place),
-        "', which are other rows on some rank, for the units that they lie in differ; let the modules whose parameters follow each other be units of the same "
-        "parameters (wrap), or wrap each by a fully_shard of its own");
-    if (!first) first = place;
-  }
+  for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& operand) {
+    const auto place = tensors_.find_slice(tensor);
+    if (!place) return;
+    for (const at::Tensor& other : tensors_beside(arguments, operand)) {
+      const auto beside = tensors_.find_slice(other);
+      require(!beside || tensors_.same_rows(*place, *beside), "fully_shard: ", schema.name(), " was given the slices of '", tensors_.name(*place), "' and '",
+              beside ? tensors_.name(*beside) : "",
+              "', which are other rows on some rank, for the units that they lie in differ; let the modules whose parameters follow each other be units of the "
+              "same parameters (wrap), or wrap each by a fully_shard of its own");
+    }
+  });
+}
+
+/// The same of a parameter of ours that another wrapper's follows. A rank where the two slices have one shape by chance would take it for an update and gather
+/// nothing, the others would gather: so it goes by both layouts, which every rank knows, before anything is gathered.
+void SliceGuards::refuse_rows_of_other_wrappers(const c10::FunctionSchema& schema, Arguments arguments) const {
+  if (!tensors_.are_cut() || at::GradMode::is_enabled() || !writes(schema)) return;
+  for_each_operand(arguments, [&](const at::Tensor& written, const OperandPlace& operand) {
+    if (!writes(schema, operand.argument) || tensors_.parameter(written)) return;
+    const auto* const dispatcher = nn::GradientDispatcher::find(written);
+    const auto* const wrapper = dispatcher ? dynamic_cast<const FullyShardedDataParallel*>(dispatcher->owner()) : nullptr;
+    if (wrapper == nullptr) return;
+    const auto [theirs, index] = wrapper->layout_of(written);
+    if (theirs == nullptr) return;
+    for (const at::Tensor& other : tensors_beside(arguments, operand)) {
+      const auto own = tensors_.find_memory(other);
+      if (!own || tensors_.whole_sizes(*own) != theirs->parameters[index].shape) continue;  // of other shapes no rank takes it for an update
+      require(same_rows(*theirs, index, tensors_.flat(*own).layout(), own->index), "fully_shard: ", schema.name(), " writes '", nn::slice_of(written).name,
+              "' of one wrapper from '", tensors_.name(*own),
+              "' of another, which are other rows on some rank, for the units that they lie in differ: by what else lies in them (wrap), or by what was frozen "
+              "when the modules were wrapped. For parameters that follow others (a moving average), wrap each of the two by a fully_shard of its own, with the "
+              "same wrap and the same parameters frozen, and freeze afterwards");
+    }
+  });
 }
 
 /// An optimizer would say that two sizes differ, and not why.
 void SliceGuards::refuse_whole_gradients(Arguments arguments) const {
-  for (const c10::IValue& argument : arguments) {
-    const auto place = argument.isTensor() ? tensors_.find_slice(argument.toTensor()) : std::nullopt;
-    if (!place) continue;
+  for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace&) {
+    const auto place = tensors_.find_slice(tensor);
+    if (!place) return;
     const nn::NamedParameter& parameter = tensors_.named(*place);
     refuse_whole_gradient(parameter, parameter.tensor.grad(), tensors_.slice_sizes(*place));
-  }
+  });
 }
 
 /// A module that sets its own parameter in forward (data-dependent initialization) has values for all of it, and this rank has some rows; and in a call it
@@ -192,22 +216,22 @@ void SliceGuards::refuse_whole_values(const c10::FunctionSchema& schema, Argumen
   constexpr const char* between_steps =
       "between steps write this rank's rows (nn::slice_of), or the whole before fully_shard or after unshard; where one module's parameters update another's "
       "(a moving average), wrap each of the two by a fully_shard of its own, so that like parameters have like rows; ";
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (!arguments[i].isTensor() || !writes(schema, i)) continue;
-    const std::optional<UnitPlace> whole = tensors_.find_whole(arguments[i].toTensor());
-    const std::optional<UnitPlace> place = whole ? whole : tensors_.find_slice(arguments[i].toTensor());
-    if (!place || tensors_.has_all_rows(*place)) continue;
+  for_each_operand(arguments, [&](const at::Tensor& written, const OperandPlace& operand) {
+    if (!writes(schema, operand.argument)) return;
+    const std::optional<UnitPlace> whole = tensors_.find_whole(written);
+    const std::optional<UnitPlace> place = whole ? whole : tensors_.find_slice(written);
+    if (!place || tensors_.has_all_rows(*place)) return;
     const at::IntArrayRef shape = tensors_.whole_sizes(*place);
-    const bool of_all = std::ranges::any_of(arguments, [&](const c10::IValue& argument) {
-      return argument.isTensor() && argument.toTensor().defined() && argument.toTensor().sizes() == shape && !tensors_.find_memory(argument.toTensor());
-    });
+    if (operand.item && shape.empty()) return;  // beside it may be a number of steps (_fused_adamw_); one number fits a slice without any
+    const bool of_all = std::ranges::any_of(tensors_beside(arguments, operand),
+                                            [&](const at::Tensor& other) { return other.sizes() == shape && !tensors_.find_memory(other); });
     require(!of_all || schema.name() != "aten::addcdiv_", "fully_shard: ", schema.name(), " writes '", tensors_.name(*place),
             "', of which this rank has a slice, from ",
             nn::whose_state(shape, shape, is_another_ranks(shape, tensors_.flat(*place), place->index), "fully_shard"));
     require(!of_all && !(whole && in_call), "fully_shard: ", schema.name(), " writes '", tensors_.name(*place), "' of shape ", shape,
             ", of which this rank has the slice ", tensors_.slice_sizes(*place), ": ", in_call ? "" : between_steps,
             "a module that sets its own parameters in forward (data-dependent initialization) is given its first batch before fully_shard");
-  }
+  });
 }
 
 /// Of one that writes nothing, beside a whole parameter of which some rank's slice fits the whole as well (one row): what has the shape of any rank's slice may

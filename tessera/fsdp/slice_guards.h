@@ -6,6 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/nn/module.h>
 
+#include "tessera/fsdp/operator_use.h"
 #include "tessera/fsdp/sharded_step.h"
 #include "tessera/fsdp/unit_tensors.h"
 
@@ -15,7 +16,7 @@ namespace tessera {
 struct SeenSlice {
   at::Tensor tensor;
   UnitPlace place;
-  size_t argument;
+  OperandPlace operand;
 };
 
 /// What is right with whole parameters, gradients and state, and with this rank's slices of them is another number on each rank: refused by name (ConfigError),
@@ -33,6 +34,7 @@ class SliceGuards {
   void refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments, const std::vector<at::Tensor>& handles) const;
   void refuse_functions_over_slices(const std::vector<SeenSlice>& seen) const;
   void refuse_other_rows(const c10::FunctionSchema& schema, Arguments arguments) const;
+  void refuse_rows_of_other_wrappers(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_whole_gradients(Arguments arguments) const;
   void refuse_whole_values(const c10::FunctionSchema& schema, Arguments arguments, bool in_call) const;
   void refuse_fitting_both(const c10::FunctionSchema& schema, const UnitPlace& place, const std::vector<at::Tensor>& others) const;

@@ -173,6 +173,14 @@ std::pair<int64_t, int64_t> rows_of(const UnitLayout& layout, size_t index, int 
   return {(begin - entry.offset) / row, (end - begin) / row};
 }
 
+bool same_rows(const UnitLayout& a, size_t a_index, const UnitLayout& b, size_t b_index) {
+  if (a.ranks != b.ranks) return false;
+  for (int rank = 0; rank < a.ranks; ++rank) {
+    if (rows_of(a, a_index, rank) != rows_of(b, b_index, rank)) return false;
+  }
+  return true;
+}
+
 int64_t elements_of(const UnitLayout& layout, size_t index, int rank) {
   const auto [first, count] = rows_of(layout, index, rank);
   return count * row_size(layout.parameters[index]);

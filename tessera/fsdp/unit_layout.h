@@ -43,6 +43,9 @@ UnitLayout make_unit_layout(const std::vector<std::vector<int64_t>>& shapes, int
 /// The rows of parameter `index` that `rank` has; a scalar is one row. {first, count}; first = 0 where there are none.
 std::pair<int64_t, int64_t> rows_of(const UnitLayout& layout, size_t index, int rank);
 
+/// Whether each rank has the same rows of parameter `a_index` of the one as of `b_index` of the other.
+bool same_rows(const UnitLayout& a, size_t a_index, const UnitLayout& b, size_t b_index);
+
 /// The elements of those rows.
 int64_t elements_of(const UnitLayout& layout, size_t index, int rank);
 

@@ -78,22 +78,14 @@ bool UnitTensors::is_gradient(const c10::IValue& value) const {
   return std::ranges::any_of(list, is);
 }
 
-bool UnitTensors::is_on_one_rank(const UnitPlace& place) const {
+std::optional<int> UnitTensors::rank_with_all_rows(const UnitPlace& place) const {
   const UnitLayout& layout = flat(place).layout();
   const int64_t numel = layout.parameters[place.index].numel;
-  if (!units_.are_cut() || numel == 0) return false;
+  if (!units_.are_cut() || numel == 0) return std::nullopt;
   for (int rank = 0; rank < layout.ranks; ++rank) {
-    if (elements_of(layout, place.index, rank) == numel) return true;
+    if (elements_of(layout, place.index, rank) == numel) return rank;
   }
-  return false;
-}
-
-bool UnitTensors::same_rows(const UnitPlace& a, const UnitPlace& b) const {
-  const UnitLayout &of_a = flat(a).layout(), &of_b = flat(b).layout();
-  for (int rank = 0; rank < of_a.ranks; ++rank) {
-    if (rows_of(of_a, a.index, rank) != rows_of(of_b, b.index, rank)) return false;
-  }
-  return true;
+  return std::nullopt;
 }
 
 }  // namespace tessera

@@ -47,10 +47,11 @@ class UnitTensors {
   at::IntArrayRef slice_sizes(const UnitPlace& place) const { return flat(place).slice_sizes(place.index); }
   /// On this rank.
   bool has_all_rows(const UnitPlace& place) const { return slice_sizes(place) == whole_sizes(place); }
-  /// Whether some rank has all of it: that one cannot tell its slice from the whole.
-  bool is_on_one_rank(const UnitPlace& place) const;
+  /// The rank that has all of it, if one does: that one cannot tell its slice from the whole.
+  std::optional<int> rank_with_all_rows(const UnitPlace& place) const;
+  bool is_on_one_rank(const UnitPlace& place) const { return rank_with_all_rows(place).has_value(); }
   /// On every rank.
-  bool same_rows(const UnitPlace& a, const UnitPlace& b) const;
+  bool same_rows(const UnitPlace& a, const UnitPlace& b) const { return tessera::same_rows(flat(a).layout(), a.index, flat(b).layout(), b.index); }
 
  private:
   void find_storages();

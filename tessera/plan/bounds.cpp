@@ -39,8 +39,7 @@ double without_length(double whole, double parts) { return parts - (whole - part
 std::optional<Bounds> find_bounds(const Config& config, const DryRun& run, const DryRunOptions& options) {
   const Unknowns unknown = unknowns_of(config, run.world);
   if (!unknown.any()) return std::nullopt;
-  DryRunOptions each{
-      .machine = options.machine, .allocator = options.allocator, .alike_stages = true, .exact_ranks = options.exact_ranks, .progress = options.progress};
+  DryRunOptions each{.machine = options.machine, .allocator = options.allocator, .exact_ranks = options.exact_ranks, .progress = options.progress};
   const auto with = [&](int64_t documents, experts::DryLoad routed) {
     each.documents = documents, each.routed = routed;
     return dry_run(config, run.world, each);

@@ -103,7 +103,6 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   DryRunOptions whole = options;
   whole.rehearse = false;
   DryRunProgress progress{.kind = 0, .kinds = static_cast<int>(classes.size())};
-  std::map<StageKind, size_t> known;
   const StageKinds kinds(run.pipeline, shape, mesh_roles(config).stages);
   std::multimap<StageKind, Trace> traces;
   std::map<StageKind, std::vector<int>> of_kind;  // ranks for all of which one class stands
@@ -130,16 +129,25 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
     if (!trace.steps.empty()) traces.emplace(*kind, std::move(trace));
     return one;
   };
+  std::map<StageKind, size_t> standing;  // of ranks that hold as much, the class that keeps most micro-batches alive, for all
+  for (size_t i = 0; options.alike_stages && i < classes.size(); ++i) {
+    const auto kept = [&](size_t of) { return run.pipeline.kept_alive.at(static_cast<size_t>(kinds.pipeline_rank(classes[of].front()))); };
+    const auto kind = kinds(classes[i].front());
+    if (!kind) continue;
+    const auto [known, fresh] = standing.try_emplace(*kind, i);
+    if (!fresh && kept(i) > kept(known->second)) known->second = i;
+  }
+  std::vector<std::pair<size_t, size_t>> told;  // classes, and those that stand for them
   for (auto& members : classes) {
     ++progress.kind;
     const auto kind = kinds(members.front());
-    if (options.alike_stages && kind && known.contains(*kind)) {
-      run.ranks.push_back(moved(run.ranks[known.at(*kind)], kinds.pipeline_rank(members.front()), run.pipeline));
+    if (const auto stands = kind ? standing.find(*kind) : standing.end(); stands != standing.end() && stands->second != run.ranks.size()) {
+      told.emplace_back(run.ranks.size(), stands->second);
+      run.ranks.push_back({.pipeline_rank = kinds.pipeline_rank(members.front())});
       run.ranks.back().count = static_cast<int64_t>(members.size());
       run.ranks.back().examples = {members.front()};
       continue;
     }
-    if (kind) known.try_emplace(*kind, run.ranks.size());
     const auto stands_for = kind ? of_kind.find(*kind) : of_kind.end();
     RankRun one = of_class(members.front(), stands_for == of_kind.end() ? members : stands_for->second, kind);
     agreement.add(members, one.events);
@@ -149,6 +157,12 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
     members.resize(std::min<size_t>(members.size(), 8));
     ranks.examples = std::move(members);
     run.ranks.push_back(std::move(ranks));
+  }
+  for (const auto& [one, standing_for_it] : told) {
+    RankClass ranks = moved(run.ranks[standing_for_it], run.ranks[one].pipeline_rank, run.pipeline);
+    ranks.count = run.ranks[one].count;
+    ranks.examples = std::move(run.ranks[one].examples);
+    run.ranks[one] = std::move(ranks);
   }
   if (options.machine) run.time = timed(config, run, *options.machine);
   const std::string problem = agreement.first_disagreement();

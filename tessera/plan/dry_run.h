@@ -99,10 +99,11 @@ struct DryRunOptions {
   std::optional<DeviceAllocator> allocator{};  ///< what it reserves, too
   bool history = false;                        ///< what is alive over the step, too, in seconds of the machine, or else in operators (step_history.h)
   bool text_to_come = false;                   ///< data.files may be empty, as a preset's: no remark says that `train` refuses it
-  bool alike_stages = false;                   ///< of the ranks between the first and the last of a pipeline that hold as much, the first stands for all
-  bool share_traces = true;                    ///< of those that do the same, one is run, and what the others do is told from it: no number differs
-  int exact_ranks = kExactRanks;               ///< in worlds of so many ranks, those that hold a row more or less are told apart (rank_classes.h); 0: in none
-  int64_t documents = 1;                       ///< of each packed window; attention takes least memory where they are short, and 1, the whole window, is most
+  bool alike_stages =
+      false;  ///< of the ranks between the first and the last of a pipeline that hold as much, the one that keeps most micro-batches stands for all
+  bool share_traces = true;       ///< of those that do the same, one is run, and what the others do is told from it: no number differs
+  int exact_ranks = kExactRanks;  ///< in worlds of so many ranks, those that hold a row more or less are told apart (rank_classes.h); 0: in none
+  int64_t documents = 1;          ///< of each packed window; attention takes least memory where they are short, and 1, the whole window, is most
   experts::DryLoad routed = experts::DryLoad::Even;                ///< what routers send to experts that are dealt over ranks
   bool rehearse = true;                                            ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
   std::function<Config(const Config& config, int rank)> told{};    ///< what a rank is told otherwise, of which a plan says whether the others would wait for it

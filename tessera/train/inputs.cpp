@@ -50,7 +50,8 @@ void refuse_named(const std::string& folder, const std::string& problem) {
   throw ConfigError(detail::concat("checkpoint.resume = ", folder, ": ", problem, "; name another checkpoint, or \"latest\" for the newest valid one"));
 }
 
-ResumePoint named_point(const CheckpointConfig& config, const std::string& folder, checkpoint::Thoroughness thoroughness) {
+/// A launcher's attempt that meets an unreadable one fails, and is made again.
+ResumePoint named_point(const CheckpointConfig& config, const std::string& folder, checkpoint::Thoroughness thoroughness, bool restarted) {
   if (is_folder(folder) && !is_there(std::filesystem::path(folder) / "manifest.json")) {
     const auto within = checkpoint::find_latest(folder, checkpoint::Thoroughness::Sizes).folder;
     require(!within, "checkpoint.resume = ", folder,
@@ -60,7 +61,9 @@ ResumePoint named_point(const CheckpointConfig& config, const std::string& folde
   try {
     if (const auto problem = checkpoint::problem_with(folder, thoroughness)) refuse_named(folder, *problem);
   } catch (const checkpoint::UnreadableFile& error) {
-    refuse_named(folder, error.what());
+    std::string problem = detail::concat("checkpoint.resume = ", folder, ": ", error.what());
+    if (restarted) throw Error(std::move(problem));
+    throw ConfigError(std::move(problem));
   }
   ResumePoint point{.folder = folder, .manifest = checkpoint::read_manifest(folder)};
   require(!config.verify || checkpoint::makes_numbers(point.manifest.progress), "checkpoint.resume = ", folder, ": ", checkpoint::kMakesNoNumbers,
@@ -90,8 +93,8 @@ checkpoint::Latest find_readable(const CheckpointConfig& config, checkpoint::Tho
   try {
     return checkpoint::find_latest(config.dir, thoroughness, before, config.verify);
   } catch (const checkpoint::UnreadableFile& error) {
-    std::string problem = detail::concat("checkpoint.resume = latest: ", error.what(),
-                                         "; it may be whole: make it readable, name another checkpoint, or move it out of checkpoint.dir = ", config.dir);
+    std::string problem =
+        detail::concat("checkpoint.resume = latest: ", error.what(), ", name another checkpoint, or move it out of checkpoint.dir = ", config.dir);
     if (restarted) throw Error(std::move(problem));
     throw ConfigError(std::move(problem));
   }
@@ -123,7 +126,7 @@ void find_newest(const Config& config, checkpoint::Thoroughness thoroughness, In
     std::ranges::reverse(others);
     inputs.remarks.push_back(detail::concat("passing over ", names_of(others), " in ", dir, ": of another job, and a restart goes on from its own job's"));
   }
-  if (!inputs.resume && named) inputs.resume = named_point(config.checkpoint, from, thoroughness);
+  if (!inputs.resume && named) inputs.resume = named_point(config.checkpoint, from, thoroughness, inputs.restarted);
   if (!inputs.resume) {
     const size_t unusable = others.empty() ? checkpoint::checkpoint_folders(dir).size() : 0;
     inputs.remarks.push_back(unusable > 0 ? detail::concat("none of the ", unusable, " checkpoints in ", dir, " can be used: starting afresh")
@@ -144,7 +147,7 @@ void find_resume(const Config& config, const OpenOptions& options, Inputs& input
   if (latest) {
     find_newest(config, thoroughness, inputs);
   } else {
-    inputs.resume = named_point(from, from.resume, thoroughness);
+    inputs.resume = named_point(from, from.resume, thoroughness, inputs.restarted);
   }
   if (inputs.resume) inputs.resume->hashed = hashing || known;
 }

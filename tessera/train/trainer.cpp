@@ -122,15 +122,15 @@ Inputs agreed(Inputs inputs, const Config& config, const comm::World& world) {
 
 constexpr const char* kValidation = "validation";  // in a checkpoint's progress: what the text of validations holds, or held when there last was one
 
-nlohmann::json validation_text(const Inputs& inputs) {
-  if (inputs.validation) return inputs.validation->content();
+nlohmann::json validation_text(const Config& config, const Inputs& inputs) {
+  if (inputs.validation && config.run.validate_every > 0) return inputs.validation->content();
   return inputs.resume ? inputs.resume->manifest.progress.value(kValidation, nlohmann::json()) : nlohmann::json();
 }
 
 // Losses of two texts are no curve.
 void say_other_validation(const Config& config, const Inputs& inputs) {
   const nlohmann::json before = inputs.resume->manifest.progress.value(kValidation, nlohmann::json());
-  if (config.run.validate_every == 0 || !before.is_string() || before == validation_text(inputs)) return;
+  if (config.run.validate_every == 0 || !before.is_string() || before == validation_text(config, inputs)) return;
   log().warn("data.validation_files: another text than until step {}: the validation losses behind it are not to be compared with those before",
              inputs.resume->manifest.step);
 }
@@ -447,7 +447,7 @@ void Trainer::save(int64_t step) {
   const auto plans = bucket_plans(run);
   state.progress = progress_json(config_, feed_.cursor(), plans, comm::recorded_choice(world_.options()), mesh_.size(roles.tokens));
   state.progress["loss_scale"] = run.loss_scale.state();
-  state.progress[kValidation] = validation_text(inputs_);
+  state.progress[kValidation] = validation_text(config_, inputs_);
   if (!config_.lora.modules.empty()) state.progress["lora_trained"] = trained_beside(config_, inputs_.resume);
   if (config_.checkpoint.verify) state.progress["replay"] = replay_.record(stepper_.forward_only(), feed_.cursor());
   lost_save_ = config_.checkpoint.verify && state.progress["replay"].value("not_finite", false) ? step : 0;

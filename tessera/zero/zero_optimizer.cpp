@@ -80,16 +80,16 @@ at::Tensor state_of(const torch::optim::Optimizer& optimizer, const at::Tensor& 
   return {};
 }
 
-/// What to say of state of other sizes than the part has.
-std::string misfit(const GradientSynchronizer& synchronizer, const nn::NamedParameter& updated, const at::Tensor& state) {
+/// What to say of state of other sizes than the part has, which is `part`.
+std::string misfit(const GradientSynchronizer& synchronizer, const nn::NamedParameter& updated, at::IntArrayRef part, const at::Tensor& state) {
   const at::Tensor parameter = nn::updated_for(updated.tensor);
   const std::vector<int64_t> whole = parameter.defined() && !parameter.is_same(updated.tensor) ? parameter.sizes().vec() : nn::slice_of(updated.tensor).shape;
   bool another_ranks = false;
   for (int rank = 0; rank < synchronizer.norm_group().size(); ++rank) {
     another_ranks |= at::IntArrayRef(synchronizer.slice_on(rank, updated.tensor).local_shape()) == state.sizes();
   }
-  return concat("zero_optimizer: the optimizer's state of '", updated.name, "' has shape ", state.sizes(), ", where this rank updates ", updated.tensor.sizes(),
-                " of ", at::IntArrayRef(whole), ": ", nn::whose_state(state.sizes(), whole, another_ranks, "the wrapper"));
+  return concat("zero_optimizer: the optimizer's state of '", updated.name, "' has shape ", state.sizes(), ", where this rank updates ", part, " of ",
+                at::IntArrayRef(whole), ": ", nn::whose_state(state.sizes(), whole, another_ranks, "the wrapper"));
 }
 
 /// What a rank says of the state of its parts.
@@ -107,7 +107,10 @@ ToldState look_at_state(const GradientSynchronizer& synchronizer, const std::vec
   for (const nn::NamedParameter& updated : all) {
     const at::Tensor state = state_of(optimizer, updated.tensor);
     if (!state.defined() || state.is_meta()) continue;
-    if (state.sizes() != updated.tensor.sizes() && told.misfit.empty()) told.misfit = misfit(synchronizer, updated, state);
+    // Not the sizes that the tensor shows: behind a forward that no backward has followed, as a line for a log begins one, parameters of fully_shard are whole
+    // until the update's own operators end it.
+    const std::vector<int64_t> part = nn::slice_of(updated.tensor).local_shape();
+    if (state.sizes() != at::IntArrayRef(part) && told.misfit.empty()) told.misfit = misfit(synchronizer, updated, part, state);
     if (!compares) continue;
     state_bits.push_back(nn::bits_of(state));
     gradient_bits.push_back(updated.tensor.grad().defined() ? nn::bits_of(updated.tensor.grad()) : 0);

@@ -617,6 +617,19 @@ TEST(RunIdentity, ACheckpointOfAnotherRunGivesWayWhole) {
   EXPECT_EQ(read_manifest(folder / "step-00000004").run, state.run);
 }
 
+/// For want of permission, or of a disk that answers: it may be anybody's.
+TEST(RunIdentity, ACheckpointWhoseManifestCannotBeReachedStays) {
+  const TemporaryFolder folder;
+  const auto state = state_of(Layout::Rows, 1, 0, 4);
+  save(folder.path(), state, comm::Group::self());
+  const auto manifest = folder / "step-00000004" / "manifest.json", kept = folder / "step-00000004" / "kept.json";
+  fs::rename(manifest, kept);
+  const auto before = read_all(kept);
+  fs::create_symlink("manifest.json", manifest);  // a link to itself, which nobody can open
+  EXPECT_THAT([&] { save(folder.path(), state, comm::Group::self()); }, ThrowsMessage<std::runtime_error>(HasSubstr("symbolic links")));
+  EXPECT_EQ(read_all(kept), before);
+}
+
 TEST(Deal, BuffersAreAllOfTheFirstRankThatHoldsThem) {
   std::vector<std::vector<HeldSlice>> held(3);
   for (size_t rank = 0; rank < 3; ++rank) {

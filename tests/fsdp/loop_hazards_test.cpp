@@ -1073,6 +1073,91 @@ TEST(FullyShardLoop, WhatFollowsAnotherParameterHasItsRowsOrIsRefused) {
   }
 }
 
+/// A wrapper for each, cut alike. By lists (foreach) as by single tensors: what stands side by side in two lists belongs together, and nothing else does.
+TEST(FullyShardLoop, AnAverageFollowsByListsAsByTensors) {
+  using List = std::vector<at::Tensor>;
+  const std::vector<std::function<void(const List& to, const List& from)>> follows{[](const List& to, const List& from) {
+                                                                                     at::_foreach_mul_(to, 0.5);
+                                                                                     at::_foreach_add_(to, from, 0.25);
+                                                                                   },
+                                                                                   [](const List& to, const List& from) { at::_foreach_lerp_(to, from, 0.5); },
+                                                                                   [](const List& to, const List& from) { at::_foreach_copy_(to, from); },
+                                                                                   [](const List& to, const List& from) {
+                                                                                     for (size_t i = 0; i < to.size(); ++i)
+                                                                                       at::Tensor(to[i]).lerp_(from[i], 0.5);
+                                                                                   }};
+  struct Pair {
+    explicit Pair(int64_t seed) : net(true) { fill_parameters(net, seed); }
+    Patches net;
+    at::Tensor scale = net.register_parameter("zero_dim", at::full({}, 0.5));
+  };
+  for (const auto& follow : follows) {
+    Pair whole(1), average(2);
+    {
+      const at::NoGradGuard no_grad;
+      follow(average.net.parameters(), whole.net.parameters());
+    }
+    const Gradients expected = named_values(average.net);
+    for (const int ranks : {1, 2, 3}) {
+      for (const std::string wrap : {"", "*"}) {
+        for (const bool training : {true, false}) {
+          run_ranks(ranks,
+                    [&](World& world) {
+                      Pair from(1), to(2);
+                      const auto sharded = fully_shard(from.net, world.group(), {.wrap = wrap}), followed = fully_shard(to.net, world.group(), {.wrap = wrap});
+                      from.net.train(training);
+                      const at::NoGradGuard no_grad;
+                      follow(to.net.parameters(), from.net.parameters());
+                      EXPECT_LT(slice_difference(to.net, expected, /*values=*/true), parity);
+                    },
+                    {.timeout = std::chrono::seconds(20)});
+        }
+      }
+    }
+  }
+}
+
+/// One rank has all rows of each of them, and takes a list of whole tensors for slices.
+TEST(FullyShardLoop, AListOfWholesBesideParametersOfOneRankIsRefusedOnTheOthers) {
+  run_ranks(2,
+            [](World& world) {
+              Patches net(true);
+              const auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+              const at::NoGradGuard no_grad;
+              const std::vector<at::Tensor> average{at::zeros({1, 5, 4})}, followed{net.positions};
+              EXPECT_THAT(refusal([&] { (void)(net.patch->weight * 0.5); }), HasSubstr("average.mul_(decay).add_(parameter, 1 - decay)"));
+              EXPECT_THAT(refusal([&] { torch::nn::utils::parameters_to_vector(net.parameters()); }), HasSubstr("fully_shard: aten::view was given"));
+              const bool here = nn::slice_of(net.positions).numel() > 0;
+              if (here) return at::_foreach_add_(average, followed);
+              EXPECT_THAT(refusal([&] { at::_foreach_add_(average, followed); }), HasSubstr("'positions'"));
+            },
+            {.timeout = std::chrono::seconds(20)});
+}
+
+/// Handles that were made while a line for the log had parameters whole: the list that ends that forward gets slices in their place.
+TEST(FullyShardLoop, AListOfHandlesThatWereWholeEndsAForwardWithSlices) {
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks,
+              [](World& world) {
+                Scaled net;
+                const auto sharded = fully_shard(net, world.group(), {.average = true});
+                std::vector<at::Tensor> averages, expected, handles;
+                for (const at::Tensor& parameter : net.parameters()) {
+                  expected.push_back(parameter.detach() * 0.5);
+                  averages.push_back(at::zeros_like(parameter.detach()));
+                }
+                net.forward(random_tensor({4, 5}, "x")).square().sum().backward();
+                (void)net.scale.exp().item<double>();
+                const at::NoGradGuard no_grad;
+                for (const at::Tensor& parameter : net.parameters()) handles.push_back(parameter.data());
+                EXPECT_EQ(handles[1].sizes(), at::IntArrayRef({3, 5})) << "whole";
+                at::_foreach_add_(averages, handles, 0.5);
+                EXPECT_TRUE(same_bits(averages, expected));
+              },
+              {.timeout = std::chrono::seconds(20)});
+  }
+}
+
 /// Each wrapped by itself, but the one as a part of more: the rows of like parameters differ.
 TEST(FullyShardLoop, WhatFollowsAModuleThatIsCutOtherwiseIsToldHowToCutIt) {
   run_ranks(2, [&](World& world) {
@@ -1089,10 +1174,48 @@ TEST(FullyShardLoop, WhatFollowsAModuleThatIsCutOtherwiseIsToldHowToCutIt) {
     const auto sharded = fully_shard(both, world.group()), followed = fully_shard(target, world.group());
     ASSERT_NE(both.online->weight.sizes(), target->weight.sizes());
     const at::NoGradGuard no_grad;
+    EXPECT_THAT(refusal([&] { target->weight.mul_(0.5).add_(both.online->weight, 0.5); }),
+                AllOf(HasSubstr("aten::add_ writes 'weight'"), HasSubstr("from 'online.weight'"),
+                      HasSubstr("(a moving average), wrap each of the two by a fully_shard of its own")));
     EXPECT_THAT(
-        refusal([&] { target->weight.mul_(0.5).add_(both.online->weight, 0.5); }),
-        AllOf(HasSubstr("aten::add_ writes 'weight' of shape [4, 5]"), HasSubstr("(a moving average), wrap each of the two by a fully_shard of its own")));
+        refusal([&] { target->weight.copy_(at::ones({4, 5})); }),
+        AllOf(HasSubstr("aten::copy_ writes 'weight' of shape [4, 5]"), HasSubstr("(a moving average), wrap each of the two by a fully_shard of its own")));
   });
+}
+
+/// What was frozen when it was wrapped lies apart from the rest, so the cuts differ, and on some ranks slices have one shape by chance: all ranks refuse, and
+/// none begins a gather that the others do not.
+TEST(FullyShardLoop, WhatFollowsAModuleThatWasFrozenOtherwiseIsRefusedOnEveryRank) {
+  struct Two : torch::nn::Module {
+    Two() {
+      a = register_parameter("a", at::empty({3, 3}));
+      b = register_parameter("b", at::empty({3, 3}));
+      fill_parameters(*this);
+    }
+    at::Tensor a, b;
+  };
+  for (const int ranks : {2, 3}) {
+    for (const bool frozen : {false, true}) {
+      for (const bool lists : {false, true}) {
+        run_ranks(ranks,
+                  [&](World& world) {
+                    Two model, copy;
+                    (frozen ? model : copy).a.requires_grad_(false);
+                    const auto sharded = fully_shard(model, world.group()), followed = fully_shard(copy, world.group());
+                    const at::NoGradGuard no_grad;
+                    const auto from = model.parameters(), to = copy.parameters();
+                    const auto follow = [&] {
+                      if (lists) return at::_foreach_add_(to, from);
+                      for (size_t i = 0; i < to.size(); ++i) at::Tensor(to[i]).mul_(0).add_(from[i], 1);
+                    };
+                    EXPECT_THAT(refusal(follow), AllOf(AnyOf(HasSubstr("writes 'a' of one wrapper from 'a' of another"),
+                                                             HasSubstr("writes 'b' of one wrapper from 'b' of another")),
+                                                       HasSubstr("the same parameters frozen")));
+                  },
+                  {.timeout = std::chrono::seconds(20)});
+      }
+    }
+  }
 }
 
 /// State that is made with the optimizer, or by a step, of what was whole then.

@@ -1,11 +1,13 @@
 #include "tessera/plan/search.h"
 
 #include <algorithm>
+#include <fstream>
 #include <set>
 
 #include <gmock/gmock.h>
 
 #include "tessera/core/error.h"
+#include "tessera/pipeline/schedules/csv.h"
 #include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/estimate.h"
@@ -405,6 +407,35 @@ TEST_F(SearchTest, AlikeStagesTakeTheSameTime) {
       EXPECT_GE(total_of(some.ranks[i].peak_bytes), total_of(all.ranks[i].peak_bytes) * 99 / 100);
     }
   }
+}
+
+/// Of those the one that keeps most micro-batches alive: where the second holds early stages and the first late ones, that is the second.
+TEST_F(SearchTest, OfAlikeStagesTheOneThatKeepsMostStandsForAll) {
+  using schedules::Kind;
+  constexpr int micro_batches = 6, stages = 8;
+  schedules::Schedule made{.name = "made", .micro_batches = micro_batches, .rank_of = {0, 2, 2, 3, 0, 1, 1, 3}, .actions = {}};
+  made.actions.resize(4);
+  std::vector<int> forwards(stages), backwards(stages);  // done of each stage
+  while (backwards[0] < micro_batches) {
+    for (int stage = stages; stage-- > 0;) {  // backwards first, late stages first
+      const auto s = static_cast<size_t>(stage);
+      auto& actions = made.actions[static_cast<size_t>(made.rank_of[s])];
+      if (backwards[s] < (stage + 1 == stages ? forwards[s] : backwards[s + 1])) {
+        actions.push_back({.kind = Kind::Backward, .stage = stage, .micro_batch = backwards[s]++});
+      } else if (forwards[s] < (stage == 0 ? micro_batches : forwards[s - 1])) {
+        actions.push_back({.kind = Kind::Forward, .stage = stage, .micro_batch = forwards[s]++});
+      }
+    }
+  }
+  std::ofstream(folder_ / "made.csv") << schedules::to_csv(made);
+  const Config config = with_settings(small(), {"model.layers=14", "mesh.pp=4", "batch.global_size=6", "batch.micro_size=1", "pipeline.virtual_stages=2",
+                                                "pipeline.schedule=" + (folder_ / "made.csv").string()});
+  const DryRun all = dry_run(config, 4), some = dry_run(config, 4, {.alike_stages = true});
+  const auto peak = [](const DryRun& run, size_t rank) { return total_of(run.ranks.at(rank).peak_bytes); };
+  EXPECT_GT(peak(all, 2), peak(all, 1) * 5 / 4) << "then any would do";
+  EXPECT_EQ(peak(some, 1), peak(all, 2));
+  EXPECT_EQ(peak(some, 2), peak(all, 2));
+  EXPECT_EQ(total_of(largest_class(some).peak_bytes), total_of(largest_class(all).peak_bytes));
 }
 
 /// Of a large model the first dry run alone may take longer than anybody waits.

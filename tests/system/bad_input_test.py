@@ -63,9 +63,12 @@ class BadInput(SystemTest):
         dangling.symlink_to("nowhere")
         for key in ("log.dir", "checkpoint.dir"):
             self.refused(f"{key}={dangling}", expect=[f"{key} = {dangling}: is a link to a folder that does not exist; make that, or name another {key}"])
-        for name in ("step-00000002", ".tmp-step-00000002", "set-aside-1/log"):
-            done = run("train", self.recipe, "--set", f"checkpoint.dir={self.folder / 'ckpt'}", "--set", f"log.dir={self.folder / 'ckpt' / name}")
-            self.assertIn(f"log.dir = {self.folder / 'ckpt' / name}: lies in a folder that saves into checkpoint.dir", self.refusal(done))
+        (self.folder / "real").mkdir()
+        (self.folder / "linked").symlink_to("real")
+        for saves, name in (("ckpt", "step-00000002"), ("ckpt/", ".tmp-step-00000002"), ("ckpt", "set-aside-1/log"), ("linked/", "step-00000002/log")):
+            logs = self.folder / ("real" if saves == "linked/" else "ckpt") / name
+            done = run("train", self.recipe, "--set", f"checkpoint.dir={self.folder}/{saves}", "--set", f"log.dir={logs}")
+            self.assertIn(f"log.dir = {logs}: lies in a folder that saves into checkpoint.dir", self.refusal(done))
         loop = ["Too many levels of symbolic links", str(first)]
         self.refused(f"checkpoint.dir={first}", expect=["checkpoint.dir = ", *loop])
         self.refused(f"model.from_hf={first}", expect=loop)

@@ -1,8 +1,10 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
+#include <torch/optim/sgd.h>
 
 #include "tessera/comm/collectives.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
@@ -14,6 +16,7 @@
 #include "tessera/zero/sharded_data_parallel.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/nn/net.h"
+#include "tests/train/wrapped.h"
 
 /// clip_grad_norm and zero_optimizer under the wrappers: what takes several rooms.
 namespace tessera {
@@ -253,6 +256,78 @@ TEST(ClipWrapped, OurOptimizersKeepStateOfWhatIsFrozenOnceItIsTrained) {
       EXPECT_LT(largest_difference(weights_of(net), weights_of(reference)), 10 * parity) << name;
     });
   }
+}
+
+/// A learned scale without dimensions, which under fully_shard one rank has and the others have nothing of.
+struct LoggedScale : torch::nn::Module {
+  LoggedScale() {
+    register_module("layer", layer);
+    scale = register_parameter("scale", at::full({}, 0.5));
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return layer(x) * scale.exp(); }
+  torch::nn::Linear layer{5, 3};
+  at::Tensor scale;
+};
+
+/// With gradients recorded a line for the log begins a forward, as far as operators tell: under fully_shard parameters are whole when the optimizer comes, and
+/// its state is of the parts all the same.
+TEST(ClipWrapped, ALineForTheLogStandsBetweenBackwardAndStep) {
+  const at::Tensor x = random_tensor({4, 5}, "x");
+  const auto check = [&](const std::string& what, const auto& make, const auto& step) {
+    for (const bool clips : {false, true}) {
+      const auto loop = [&](LoggedScale& net, auto& optimizer) {
+        std::vector<double> lines;
+        for (int i = 0; i < steps; ++i) {
+          const auto gradients = [&] {
+            optimizer.zero_grad();
+            const at::Tensor loss = net.forward(x).square().sum();
+            loss.backward();
+            lines.push_back(net.scale.exp().item<double>());
+            if (clips) clip_grad_norm(net, max_norm);
+            return loss;
+          };
+          step(optimizer, gradients);
+          lines.push_back(net.scale.exp().item<double>());
+        }
+        return lines;
+      };
+      LoggedScale whole;
+      const auto one = wrap_by("ddp", whole, {});
+      auto alone = zero_optimizer(*one, make);
+      const std::vector<double> expected = loop(whole, alone);
+      for (const std::string& technique : techniques) {
+        for (const int ranks : {1, 2, 3}) {
+          run_ranks(ranks,
+                    [&](World& world) {
+                      LoggedScale net;
+                      const auto wrapped = wrap_by(technique, net, {.shard = world.group()}, {.average = true});
+                      auto optimizer = zero_optimizer(net, make);
+                      const std::vector<double> lines = loop(net, optimizer);
+                      for (size_t i = 0; i < lines.size(); ++i) EXPECT_NEAR(lines[i], expected[i], 1e-5) << what << " " << technique << " line " << i;
+                      unshard_all({wrapped.get()});
+                      EXPECT_LT(largest_difference(weights_of(net), weights_of(whole)), 10 * parity) << what << " " << technique << " on " << ranks;
+                    },
+                    {.timeout = std::chrono::seconds(20)});
+        }
+      }
+    }
+  };
+  using Parts = std::vector<at::Tensor>;
+  const auto then = [](auto& optimizer, const auto& gradients) {
+    gradients();
+    optimizer.step();
+  };
+  const auto momentum_of = [](const Parts& parts) { return std::make_unique<torch::optim::SGD>(parts, torch::optim::SGDOptions(0.05).momentum(0.9)); };
+  check("Adam", [](const Parts& parts) { return std::make_unique<torch::optim::Adam>(parts, 0.05); }, then);
+  check("SGD", momentum_of, then);
+  check("SGD by a closure", momentum_of, [](auto& optimizer, const auto& gradients) { optimizer.step(gradients); });
+  check(
+      "ours", [](const std::vector<nn::NamedParameter>& parts) { return std::make_unique<optim::AdamW>(std::vector{optim::ParameterGroup{parts}}); },
+      [](auto& optimizer, const auto& gradients) {
+        gradients();
+        optimizer.step(0.05);
+      });
 }
 
 }  // namespace

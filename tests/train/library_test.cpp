@@ -10,10 +10,12 @@
 
 #include "tessera/checkpoint/torch_optimizer.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/differentiable.h"
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
+#include "tessera/nn/contrastive_loss.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
@@ -410,13 +412,17 @@ TEST(Library, ACopyOfTheModel) {
       const auto from = tessera::nn::unique_parameters(*model);  // each tensor once: parameters() lists a tied one twice
       auto to = tessera::nn::unique_parameters(*copy);
       for (size_t i = 0; i < to.size(); ++i) to[i].tensor.mul_(decay).add_(from[i].tensor, 1 - decay);
+      const auto buffers = model->buffers(), of_copy = copy->buffers();  // BatchNorm's statistics: whole on every rank, and copied as they are
+      for (size_t i = 0; i < buffers.size(); ++i) of_copy[i].copy_(buffers[i]);
     };
     //:
     {
       const torch::NoGradGuard no_grad;
       for (auto& [name, parameter, aliases] : tessera::nn::unique_parameters(*model)) parameter.mul_(2);
+      model->norm->running_mean.fill_(3);
     }
     follow(0.75);
+    EXPECT_TRUE(at::equal(copy->norm->running_mean, model->norm->running_mean));
     const int64_t step = 1;
     //: save_copy
     tessera::checkpoint::save(copies, step, *copy, world.group());
@@ -430,6 +436,166 @@ TEST(Library, ACopyOfTheModel) {
     EXPECT_TRUE(at::allclose(copy->head->weight, expected * 1.25));
     return bits_of(*copy);
   });
+}
+
+//: pairs
+struct Pairs : torch::nn::Module {
+  Pairs() {
+    register_module("left", left);
+    register_module("right", right);
+    scale = register_parameter("scale", torch::ones({}));
+  }
+  std::tuple<torch::Tensor, torch::Tensor, torch::Tensor> forward(const torch::Tensor& x, const torch::Tensor& y) {
+    return {torch::nn::functional::normalize(left(x)), torch::nn::functional::normalize(right(y)), scale.exp()};
+  }
+  torch::nn::Linear left{6, 4}, right{2, 4};
+  torch::Tensor scale;
+};
+//:
+
+/// Both ways, of the rows of `a` and `b`, which begin at row `first` of the whole batch, summed.
+torch::Tensor entropies(const torch::Tensor& a, const torch::Tensor& b, const torch::Tensor& all_a, const torch::Tensor& all_b, const torch::Tensor& scale,
+                        int64_t first) {
+  const torch::Tensor partner = torch::arange(first, first + a.size(0));
+  const auto entropy = [&](const torch::Tensor& own, const torch::Tensor& all) {
+    return at::cross_entropy_loss(scale * own.matmul(all.t()), partner, {}, at::Reduction::Sum);
+  };
+  return entropy(a, all_b) + entropy(b, all_a);
+}
+
+/// By the page's rows of the loss; by the whole loss on each rank, which is averaged; and by the function. With fewer pairs than ranks, too: a forward on no
+/// rows counts as use.
+TEST(Library, ALossThatSeesAllRanksSamples) {
+  namespace differentiable = tessera::comm::differentiable;
+  enum class How { Rows, Whole, Replicated, Function };
+  using Wrap = std::function<std::unique_ptr<tessera::GradientSynchronizer>(torch::nn::Module&, World&, bool average)>;
+  const std::vector<Wrap> wraps{[](auto& module, World& world, bool average) {
+                                  return std::make_unique<tessera::DistributedDataParallel>(module, world.group(), tessera::DdpOptions{.average = average});
+                                },
+                                [](auto& module, World& world, bool average) {
+                                  return std::make_unique<tessera::ShardedDataParallel>(module, tessera::ShardGroups{.shard = world.group()},
+                                                                                        tessera::ZeroOptions{.stage = 2, .average = average});
+                                },
+                                [](auto& module, World& world, bool average) { return tessera::fully_shard(module, world.group(), {.average = average}); }};
+  const auto made = [] {
+    auto model = std::make_unique<Pairs>();
+    fill(*model);
+    model->to(torch::kDouble);
+    return model;
+  };
+  for (const int64_t pairs : {7, 2}) {
+    const torch::Tensor x = tessera::testing_support::random_tensor({pairs, 6}, "x").to(torch::kDouble);
+    const torch::Tensor y = tessera::testing_support::random_tensor({pairs, 2}, "y").to(torch::kDouble);
+    const auto alone = made();
+    {
+      const auto [a, b, scale] = alone->forward(x, y);
+      (entropies(a, b, a, b, scale, 0) / (2.0 * pairs)).backward();
+    }
+    for (const int ranks : {1, 2, 3}) {
+      for (const Wrap& wrap : wraps) {
+        for (const How how : {How::Rows, How::Whole, How::Replicated, How::Function}) {
+          run_ranks(ranks, [&](World& world) {
+            const auto held = made();
+            Pairs& model = *held;
+            const auto wrapper = wrap(model, world, how == How::Whole);
+            if (how == How::Rows) {
+              //: all_ranks_samples
+              const auto [first, count] = tessera::chunk(pairs, world.size(), world.rank());  // this rank's pairs; none where there are fewer than ranks
+              const auto [a, b, scale] = model.forward(x.narrow(0, first, count), y.narrow(0, first, count));
+              const torch::Tensor all_a = tessera::comm::differentiable::all_gather(world.group(), a, /*dim=*/0, /*total=*/pairs);
+              const torch::Tensor all_b = tessera::comm::differentiable::all_gather(world.group(), b, /*dim=*/0, /*total=*/pairs);
+              const torch::Tensor partner = torch::arange(first, first + count);  // row i belongs to column first + i
+              const torch::Tensor loss = at::cross_entropy_loss(scale * a.matmul(all_b.t()), partner, {}, at::Reduction::Sum) +
+                                         at::cross_entropy_loss(scale * b.matmul(all_a.t()), partner, {}, at::Reduction::Sum);
+              (loss / (2.0 * pairs)).backward();  // under a wrapper that sums: ranks have other terms of one loss
+              //:
+            } else {
+              const auto [first, count] = tessera::chunk(pairs, world.size(), world.rank());
+              const auto [a, b, scale] = model.forward(x.narrow(0, first, count), y.narrow(0, first, count));
+              if (how != How::Function) {
+                const auto backward = how == How::Whole ? differentiable::Gradient::Partial : differentiable::Gradient::Replicated;
+                const torch::Tensor all_a = differentiable::all_gather(world.group(), a, 0, pairs, backward);
+                const torch::Tensor all_b = differentiable::all_gather(world.group(), b, 0, pairs, backward);
+                (entropies(all_a, all_b, all_a, all_b, scale, 0) / (2.0 * pairs)).backward();
+              } else {
+                (tessera::nn::contrastive_loss_sum(world.group(), a, b, scale, pairs) / static_cast<double>(pairs)).backward();
+              }
+            }
+            std::map<std::string, torch::Tensor> expected;
+            for (const auto& parameter : alone->named_parameters()) expected[parameter.key()] = parameter.value().grad();
+            for (const auto& [name, part, aliases] : wrapper->updated()) {
+              if (part.numel() == 0) continue;
+              torch::Tensor own = tessera::take(expected.at(name), tessera::nn::slice_of(part));
+              if (how == How::Replicated && name == "scale") own = own * ranks;  // what lies behind the gathers is whole on each rank, and summed
+              EXPECT_TRUE(at::allclose(part.grad(), own, 1e-12, 1e-14)) << name << " of " << pairs << " pairs on " << ranks << ", " << static_cast<int>(how);
+            }
+          });
+        }
+      }
+    }
+  }
+}
+
+struct ActorCritic : torch::nn::Module {
+  ActorCritic() {
+    register_module("actor", actor);
+    register_module("critic", critic);
+  }
+  torch::nn::Linear actor{6, 2}, critic{6, 1};
+};
+
+/// Each brings its own together at its step, and clears its own.
+TEST(Library, TwoOptimizersOverOneWrapper) {
+  const auto x = tessera::testing_support::random_tensor({8, 6}, "x");
+  ActorCritic alone;
+  fill(alone);
+  torch::optim::Adam actor(alone.actor->parameters(), 1e-2), critic(alone.critic->parameters(), 1e-3);
+  for (int step = 0; step < 3; ++step) {
+    actor.zero_grad();
+    critic.zero_grad();
+    (alone.actor(x).square().sum() + alone.critic(x).square().sum()).backward();
+    actor.step();
+    actor.zero_grad();
+    critic.step();
+  }
+  for (const bool sharded : {false, true}) {
+    on_two_ranks([&](World& world) {
+      ActorCritic model;
+      fill(model);
+      std::unique_ptr<tessera::GradientSynchronizer> held;
+      if (sharded) {
+        held = tessera::fully_shard(model, world.group());
+      } else {
+        held = std::make_unique<tessera::ShardedDataParallel>(model, tessera::ShardGroups{.shard = world.group()}, tessera::ZeroOptions{.stage = 2});
+      }
+      tessera::GradientSynchronizer& wrapper = *held;
+      const torch::Tensor mine = x.narrow(0, 4 * world.rank(), 4);
+      //: two_optimizers
+      const auto adam_of = [&](const std::string& of, double rate) {
+        return tessera::zero_optimizer(wrapper, [&](const std::vector<tessera::nn::NamedParameter>& all) {
+          std::vector<torch::Tensor> own;
+          for (const auto& [name, part, aliases] : all) {
+            if (name.starts_with(of)) own.push_back(part);
+          }
+          return std::make_unique<torch::optim::Adam>(own, torch::optim::AdamOptions(rate));
+        });
+      };
+      auto of_actor = adam_of("actor.", 1e-2), of_critic = adam_of("critic.", 1e-3);
+      //:
+      for (int step = 0; step < 3; ++step) {
+        of_actor.zero_grad();
+        of_critic.zero_grad();
+        (model.actor(mine).square().sum() + model.critic(mine).square().sum()).backward();
+        of_actor.step();
+        of_actor.zero_grad();
+        of_critic.step();
+      }
+      if (sharded) tessera::unshard(model);
+      EXPECT_TRUE(at::allclose(model.actor->weight, alone.actor->weight, 1e-5, 1e-6));
+      EXPECT_TRUE(at::allclose(model.critic->weight, alone.critic->weight, 1e-5, 1e-6));
+      return bits_of(model);
+    });
+  }
 }
 
 TEST(Library, Adversaries) {

@@ -473,6 +473,9 @@ TEST_F(SharedHashes, WhatCannotBeReadIsNotTakenForDamaged) {
     EXPECT_THAT([&] { open_inputs(latest, {.restarted = true}); }, ::testing::ThrowsMessage<Error>(HasSubstr("it may be whole")));
     EXPECT_THAT([&] { open_inputs(settings(layouts()[0], {"checkpoint.resume=" + saved(layouts()[0], 6).string(), "run.steps=6"})); },
                 ::testing::ThrowsMessage<ConfigError>(AllOf(HasSubstr("step-00000006"), HasSubstr("symbolic links"))));
+    const auto named =
+        settings(layouts()[0], {"checkpoint.resume=" + saved(layouts()[0], 6).string(), "checkpoint.dir=" + (folder_ / "other").string(), "run.steps=6"});
+    if (file != files.front()) EXPECT_THAT([&] { open_inputs(named, {.restarted = true}); }, ::testing::Not(::testing::Throws<ConfigError>()));
     EXPECT_THROW(checkpoint::find_latest(saved(layouts()[0])), ConfigError);
     EXPECT_NO_THROW(checkpoint::prune(saved(layouts()[0]), 5)) << "it counts for none";
   }

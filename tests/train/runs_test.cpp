@@ -270,6 +270,8 @@ TEST_F(Runs, AnotherTextOfValidationsIsSaid) {
   EXPECT_THAT(run_into("a", 4, with(validating)), Not(HasSubstr("another text")));
   run_into("a", 6, with({}));  // without validations, what the last were of is not forgotten
   held_out("fghij");
+  const std::string other = run_into("b", 2, {"data.validation_files=" + (folder_ / "held_out.txt").string()});
+  EXPECT_THAT(run_into("b", 4, {validating[0], validating[1], "checkpoint.resume=latest"}), Not(HasSubstr("another text"))) << "than none";
   EXPECT_THAT(run_into("a", 8, with(validating)), HasSubstr("data.validation_files: another text than until step 6"));
   EXPECT_THAT(run_into("a", 9, with(validating)), Not(HasSubstr("another text")));
 }
