@@ -8,6 +8,11 @@
 #include <sstream>
 #include <system_error>
 #include <type_traits>
+#include <vector>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
@@ -19,8 +24,9 @@
 #include "tessera/data/text.h"
 
 // Encoding takes longer than many runs, so it is done once, into a file that is mapped: opening costs a check, and ranks of a machine share its pages. The file
-// is named by a hash of texts and tokenizer and can be damaged, but not out of date. Of several processes that find none the one that gets the lock builds it,
-// and what a killed one left is overwritten. A text passes in blocks, cut where the tokenizer says that a cut changes no id.
+// is named by a hash of texts and tokenizer and can be damaged, but not out of date: a text that changes while it is packed is packed again. Of several
+// processes that find none the one that gets the lock builds it, and what a killed one left is overwritten. A text passes in blocks, cut where the tokenizer
+// says that a cut changes no id.
 
 namespace tessera::data {
 namespace {
@@ -49,6 +55,20 @@ std::string content_hash(const Files& files, const Tokenizer& tokenizer, Documen
   if (documents != Documents::None) rest += detail::concat(" ", to_string(documents));
   if (bos) rest += " bos";
   return hasher.update(rest.data(), rest.size()).hex();
+}
+
+/// Which files lie under these names, and when they were last written: by what the system notes, which a program cannot set back.
+std::vector<std::array<int64_t, 5>> states_of(const Files& files) {
+  std::vector<std::array<int64_t, 5>> states;
+  for (const auto& file : files) {
+    const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a network's file system asks its server at that
+    struct stat status{};
+    const bool known = descriptor >= 0 && ::fstat(descriptor, &status) == 0;
+    if (descriptor >= 0) ::close(descriptor);
+    if (!known) status = {};
+    states.push_back({static_cast<int64_t>(status.st_dev), static_cast<int64_t>(status.st_ino), status.st_size, status.st_ctim.tv_sec, status.st_ctim.tv_nsec});
+  }
+  return states;
 }
 
 /// The last place, or nearly, where `text` may be cut although it goes on; 0 where there is none.
@@ -230,11 +250,12 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
             " files; name it alone, or name the texts it was made from");
     require(!has_mark(file), knob, ": ", file.string(), ": is a packed corpus, which is known by its name; rename it to end in .bin");
   }
-  const std::string content = content_hash(files, tokenizer, documents, bos, knob);
-  // What an earlier build has packed into the cache may be of files that are no text, and would be trained on with nobody reading them again.
-  for (const auto& file : files) const TextReader looked_at(file, knob);
-  const std::filesystem::path path = cache_dir / (short_name(files[0]) + "-" + content + ".bin");
-  for (;;) {
+  for (int changes = 0;;) {
+    const auto states = states_of(files);
+    const std::string content = content_hash(files, tokenizer, documents, bos, knob);
+    // What an earlier build has packed into the cache may be of files that are no text, and would be trained on with nobody reading them again.
+    for (const auto& file : files) const TextReader looked_at(file, knob);
+    const std::filesystem::path path = cache_dir / (short_name(files[0]) + "-" + content + ".bin");
     std::string damage;
     if (auto corpus = open_cached(path, content, damage)) return corpus;
     PartialFile file(path, kCacheKnob);
@@ -244,6 +265,15 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
     if (auto corpus = open_cached(path, content, damage)) return corpus;
     if (!damage.empty()) log().warn("the cached corpus is rebuilt: {}", damage);
     pack(files, tokenizer, documents, bos, CorpusWriter(file.partial(), tokenizer, content, kCacheKnob, documents, bos), threads, knob);
+    // The ids are those of another text than the name's. The system's clock is coarse, and a change may be taken back: so it is asked both ways.
+    const bool changed = states_of(files) != states || content_hash(files, tokenizer, documents, bos, knob) != content;
+    if (changed) {
+      constexpr int most = 3;
+      require(++changes < most, knob, ": ", files[0].string(), files.size() > 1 ? ", or one beside it," : "", " changed ", changes,
+              " times while it was packed; begin when whoever writes it is done");
+      log().warn("{}: {}{} changed while it was packed, and is packed again", knob, files[0].string(), files.size() > 1 ? ", or one beside it," : "");
+      continue;
+    }
     // Of another host, which the lock did not reach: it may have it mapped by now.
     if (auto corpus = open_cached(path, content, damage)) return corpus;
     file.commit();
@@ -255,12 +285,15 @@ std::shared_ptr<const Corpus> Corpus::build(const Files& files, const Tokenizer&
                                             const std::string& knob, Documents documents, bool bos) {
   require(!files.empty(), "tokenize: there is no text to pack; name at least one");
   const auto place = output_place(out, kOutputKnob);
+  const auto states = states_of(files);
   const std::string content = content_hash(files, tokenizer, documents, bos, knob);
   for (;;) {
     check_leftover(place.string() + ".partial");
     PartialFile file(place, kOutputKnob);
     if (!file.held()) continue;
     pack(files, tokenizer, documents, bos, CorpusWriter(file.partial(), tokenizer, content, kOutputKnob, documents, bos), threads, knob);
+    require(states_of(files) == states && content_hash(files, tokenizer, documents, bos, knob) == content, knob, ": ", files[0].string(),
+            files.size() > 1 ? ", or one beside it," : "", " changed while it was packed; begin when whoever writes it is done");
     file.commit();
     return open(out);
   }

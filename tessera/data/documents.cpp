@@ -61,7 +61,8 @@ PackedWindows::PackedWindows(const std::vector<int64_t>& ends, int64_t seq_len, 
   }
   require(too_long == 0, seq_len_knob, " = ", seq_len, ": a window holds whole documents, and ", too_long, " of ", documents.size(),
           " are longer than it; the longest has ", longest + 1, " tokens, of which the last is only predicted: set ", seq_len_knob, " = ", longest,
-          " or more, or cut the text into shorter ones (data.documents = paragraphs where it is files, lines where it is paragraphs)");
+          " or more, as far as model.max_seq_len goes, or cut the text into shorter ones (data.documents = paragraphs where it is files, lines where it is "
+          "paragraphs)");
   std::ranges::stable_sort(documents, std::greater<>(), &Piece::size);
   std::vector<std::vector<Piece>> windows;
   std::map<int64_t, std::vector<size_t>> by_room;  // windows that still have some

@@ -1,12 +1,15 @@
 #include "tessera/data/corpus.h"
 
 #include <cstring>
+#include <filesystem>
+#include <functional>
 #include <thread>
 
 #include <gmock/gmock.h>
 #include <sys/wait.h>
 
 #include "tessera/core/hash.h"
+#include "tessera/data/byte_tokenizer.h"
 #include "tessera/data/corpus_format.h"
 #include "tests/data/files.h"
 #include "tests/file_limit.h"
@@ -16,6 +19,13 @@ namespace {
 
 using testing::AllOf;
 using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+std::string text_of(const Corpus& corpus) {
+  std::vector<int64_t> ids(static_cast<size_t>(corpus.tokens()));
+  corpus.read(0, corpus.tokens(), ids.data());
+  return {ids.begin(), ids.end()};
+}
 
 std::vector<int64_t> all_ids(const Corpus& corpus) {
   std::vector<int64_t> ids(static_cast<size_t>(corpus.tokens()));
@@ -24,6 +34,20 @@ std::vector<int64_t> all_ids(const Corpus& corpus) {
 }
 
 /// Any vocabulary size, a beginning-of-text and an end-of-text id, the last two, to stand for tokenizers that are slow to train.
+/// Of bytes, which writes files anew while it encodes them, `times` times.
+class Rewrites final : public ByteTokenizer {
+ public:
+  Rewrites(std::function<void()> write, int times) : write_(std::move(write)), left_(times) {}
+  std::unique_ptr<Encoder> encoder() const override {
+    if (left_-- > 0) write_();
+    return ByteTokenizer::encoder();
+  }
+
+ private:
+  std::function<void()> write_;
+  mutable int left_;
+};
+
 class FakeTokenizer : public Tokenizer {
  public:
   explicit FakeTokenizer(int64_t vocab_size) : name_("fake-" + std::to_string(vocab_size)), token_bytes_(static_cast<size_t>(vocab_size), 1) {
@@ -61,6 +85,38 @@ TEST(Corpus, HoldsTheIdsOfAllFilesInOrder) {
   EXPECT_NE(Corpus::open_or_build({b, a}, *byte, folder / "cache")->content(), corpus->content());
   const auto copy = folder.write("copy.txt", first);
   EXPECT_EQ(Corpus::open_or_build({copy, b}, *byte, folder / "cache")->content(), corpus->content());
+}
+
+/// The ids that a text's name stands for are its own, whatever becomes of the files meanwhile.
+TEST(Corpus, ATextThatChangesWhileItIsPackedIsPackedAgain) {
+  Folder folder;
+  const auto a = folder.write("a.txt", "first a"), b = folder.write("b.txt", "first b");
+  const auto byte = Tokenizer::load("byte");
+  const std::string packed_first = Corpus::open_or_build({a, b}, *byte, folder / "other")->content();
+  for (const bool renamed : {false, true}) {
+    SCOPED_TRACE(renamed);
+    const auto put = [&](const std::string& text) {
+      if (!renamed) return void(folder.write("b.txt", text));
+      std::filesystem::rename(folder.write("b.new", text), b);
+    };
+    put("first b");
+    const auto cache = folder / (renamed ? "by name" : "in place");
+    const Rewrites once([&] { put("other b"); }, 1);
+    ::testing::internal::CaptureStderr();
+    const auto corpus = Corpus::open_or_build({a, b}, once, cache);
+    EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("changed while it was packed, and is packed again"));
+    EXPECT_NE(corpus->content(), packed_first);
+    EXPECT_EQ(text_of(*corpus), "first aother b");
+    put("first b");
+    EXPECT_EQ(text_of(*Corpus::open_or_build({a, b}, *byte, cache)), "first afirst b");
+    put("not packed before");
+    int count = 0;
+    const Rewrites always([&] { put(std::to_string(++count)); }, 9);
+    EXPECT_THAT([&] { Corpus::open_or_build({a, b}, always, cache); }, ThrowsMessage<ConfigError>(HasSubstr("changed 3 times while it was packed")));
+    const Rewrites while_built([&] { put("other b"); }, 1);
+    EXPECT_THAT([&] { Corpus::build({a, b}, while_built, folder / "out.bin"); }, ThrowsMessage<ConfigError>(HasSubstr("changed while it was packed")));
+    EXPECT_FALSE(std::filesystem::exists(folder / "out.bin"));
+  }
 }
 
 TEST(Corpus, ATextMayHaveTheLongestNameThereIs) {
