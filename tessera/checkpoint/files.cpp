@@ -72,8 +72,6 @@ void OutputFile::sync_and_close() {
   if (::close(std::exchange(descriptor_, -1)) != 0) fail(path_, "close", errno);
 }
 
-constexpr const char* kMayBeWhole = "; it may be whole: make it readable, and try again";
-
 MappedFile::MappedFile(const std::filesystem::path& path) {
   // Not blocking, or opening a named pipe would wait for a writer.
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
@@ -81,14 +79,14 @@ MappedFile::MappedFile(const std::filesystem::path& path) {
   if (file.get() < 0 || ::fstat(file.get(), &status) != 0) {
     const int error = errno;
     std::string problem = detail::concat(path.string(), ": cannot open: ", std::generic_category().message(error));
-    if (error != ENOENT && error != ENOTDIR) throw UnreadableFile(problem + kMayBeWhole);
+    if (error != ENOENT && error != ENOTDIR) throw UnreadableFile(problem);
     throw ConfigError(std::move(problem));
   }
   require(S_ISREG(status.st_mode), path.string(), ": is not a regular file");
   if (status.st_size == 0) return;
   const auto size = static_cast<size_t>(status.st_size);
   void* const address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.get(), 0);
-  if (address == MAP_FAILED) throw UnreadableFile(detail::concat(path.string(), ": cannot map: ", std::generic_category().message(errno), kMayBeWhole));
+  if (address == MAP_FAILED) throw UnreadableFile(detail::concat(path.string(), ": cannot map: ", std::generic_category().message(errno)));
   bytes_ = {static_cast<const std::byte*>(address), size};
 }
 

@@ -16,7 +16,8 @@ namespace tessera::checkpoint {
 /// is known of what it holds, so nobody may take it for damaged.
 class UnreadableFile : public ConfigError {
  public:
-  using ConfigError::ConfigError;
+  /// `problem`: with the file and the system's reason; the way out is added.
+  explicit UnreadableFile(const std::string& problem) : ConfigError(problem + "; it may be whole: make it readable, and try again") {}
 };
 
 /// A file that is being written.

@@ -197,8 +197,7 @@ std::optional<std::string> problem_with(const std::filesystem::path& folder, Tho
   } catch (const UnreadableFile&) {
     throw;
   } catch (const std::filesystem::filesystem_error& error) {
-    throw UnreadableFile(
-        detail::concat(error.path1().string(), ": cannot be looked at: ", error.code().message(), "; it may be whole: make it readable, and try again"));
+    throw UnreadableFile(detail::concat(error.path1().string(), ": cannot be looked at: ", error.code().message()));
   } catch (const std::exception& error) {
     return error.what();
   }

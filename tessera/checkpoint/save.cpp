@@ -66,8 +66,7 @@ std::optional<Manifest> replaced_by(const fs::path& folder, const CheckpointStat
   try {
     Manifest there = read_manifest(folder);
     if (state.run.holds(there.run, there.step)) return there;
-  } catch (const UnreadableFile&) {  // somebody's, who is not to lose it
-  } catch (const ConfigError&) {     // damaged, and nobody's
+  } catch (const ConfigError&) {  // damaged, and nobody's; or it cannot be read now, and is set aside (is_of_another)
   }
   return std::nullopt;
 }

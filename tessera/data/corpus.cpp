@@ -71,6 +71,9 @@ std::vector<std::array<int64_t, 5>> states_of(const Files& files) {
   return states;
 }
 
+/// As messages name them: "a.txt", "a.txt, or one beside it,".
+std::string first_of(const Files& files) { return files[0].string() + (files.size() > 1 ? ", or one beside it," : ""); }
+
 /// The last place, or nearly, where `text` may be cut although it goes on; 0 where there is none.
 size_t last_boundary(const Tokenizer& tokenizer, std::string_view text) {
   for (size_t back = 64 << 10;; back *= 2) {
@@ -269,9 +272,8 @@ std::shared_ptr<const Corpus> Corpus::open_or_build(const Files& files, const To
     const bool changed = states_of(files) != states || content_hash(files, tokenizer, documents, bos, knob) != content;
     if (changed) {
       constexpr int most = 3;
-      require(++changes < most, knob, ": ", files[0].string(), files.size() > 1 ? ", or one beside it," : "", " changed ", changes,
-              " times while it was packed; begin when whoever writes it is done");
-      log().warn("{}: {}{} changed while it was packed, and is packed again", knob, files[0].string(), files.size() > 1 ? ", or one beside it," : "");
+      require(++changes < most, knob, ": ", first_of(files), " changed ", changes, " times while it was packed; begin when whoever writes it is done");
+      log().warn("{}: {} changed while it was packed, and is packed again", knob, first_of(files));
       continue;
     }
     // Of another host, which the lock did not reach: it may have it mapped by now.

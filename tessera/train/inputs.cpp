@@ -50,7 +50,12 @@ void refuse_named(const std::string& folder, const std::string& problem) {
   throw ConfigError(detail::concat("checkpoint.resume = ", folder, ": ", problem, "; name another checkpoint, or \"latest\" for the newest valid one"));
 }
 
-/// A launcher's attempt that meets an unreadable one fails, and is made again.
+/// A launcher's attempt fails by it, and is made again.
+[[noreturn]] void refuse_unreadable(std::string problem, bool restarted) {
+  if (restarted) throw Error(std::move(problem));
+  throw ConfigError(std::move(problem));
+}
+
 ResumePoint named_point(const CheckpointConfig& config, const std::string& folder, checkpoint::Thoroughness thoroughness, bool restarted) {
   if (is_folder(folder) && !is_there(std::filesystem::path(folder) / "manifest.json")) {
     const auto within = checkpoint::find_latest(folder, checkpoint::Thoroughness::Sizes).folder;
@@ -61,9 +66,7 @@ ResumePoint named_point(const CheckpointConfig& config, const std::string& folde
   try {
     if (const auto problem = checkpoint::problem_with(folder, thoroughness)) refuse_named(folder, *problem);
   } catch (const checkpoint::UnreadableFile& error) {
-    std::string problem = detail::concat("checkpoint.resume = ", folder, ": ", error.what());
-    if (restarted) throw Error(std::move(problem));
-    throw ConfigError(std::move(problem));
+    refuse_unreadable(detail::concat("checkpoint.resume = ", folder, ": ", error.what()), restarted);
   }
   ResumePoint point{.folder = folder, .manifest = checkpoint::read_manifest(folder)};
   require(!config.verify || checkpoint::makes_numbers(point.manifest.progress), "checkpoint.resume = ", folder, ": ", checkpoint::kMakesNoNumbers,
@@ -88,15 +91,13 @@ std::string names_of(const std::vector<std::filesystem::path>& folders) {
   return folders.size() == 1 ? name(folders.front()) : name(folders.front()) + " to " + name(folders.back());
 }
 
-/// Of what cannot be read nothing is known: going on from an older one, or from none, would set it aside. A launcher's attempt fails by it, and is made again.
+/// Of what cannot be read nothing is known: going on from an older one, or from none, would set it aside.
 checkpoint::Latest find_readable(const CheckpointConfig& config, checkpoint::Thoroughness thoroughness, bool restarted, int64_t before) {
   try {
     return checkpoint::find_latest(config.dir, thoroughness, before, config.verify);
   } catch (const checkpoint::UnreadableFile& error) {
-    std::string problem =
-        detail::concat("checkpoint.resume = latest: ", error.what(), ", name another checkpoint, or move it out of checkpoint.dir = ", config.dir);
-    if (restarted) throw Error(std::move(problem));
-    throw ConfigError(std::move(problem));
+    refuse_unreadable(
+        detail::concat("checkpoint.resume = latest: ", error.what(), ", name another checkpoint, or move it out of checkpoint.dir = ", config.dir), restarted);
   }
 }
 
