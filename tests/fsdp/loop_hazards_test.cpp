@@ -635,17 +635,6 @@ TEST(FullyShardLoop, ALineForTheLogOnOneRankStartsNothing) {
             {.timeout = std::chrono::seconds(20)});
 }
 
-struct Scaled : torch::nn::Module {
-  Scaled() {
-    register_module("layer", layer);
-    scale = register_parameter("scale", at::full({}, 0.5));
-    fill_parameters(*this);
-  }
-  at::Tensor forward(const at::Tensor& x) { return layer(x) * scale.exp(); }
-  torch::nn::Linear layer{5, 3};
-  at::Tensor scale;
-};
-
 /// With gradients recorded a learned scale that is printed is the first operator of a forward, as far as anybody knows, and parameters are whole from there on.
 TEST(FullyShardLoop, AForwardThatALineForTheLogBeganIsOverWhenAnOptimizerSteps) {
   using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
@@ -657,7 +646,7 @@ TEST(FullyShardLoop, AForwardThatALineForTheLogBeganIsOverWhenAnOptimizerSteps) 
       [](const auto& all) { return std::make_unique<torch::optim::SGD>(all, torch::optim::SGDOptions(0.05).momentum(0.5)); }};
   const at::Tensor x = random_tensor({4, 5}, "x");
   for (const Make& make : optimizers) {
-    const auto loop = [&](Scaled& net, torch::optim::Optimizer& optimizer) {
+    const auto loop = [&](ScaledLayer& net, torch::optim::Optimizer& optimizer) {
       std::vector<double> lines;
       for (int step = 0; step < 3; ++step) {
         optimizer.zero_grad();
@@ -673,13 +662,13 @@ TEST(FullyShardLoop, AForwardThatALineForTheLogBeganIsOverWhenAnOptimizerSteps) 
       }
       return lines;
     };
-    Scaled whole;
+    ScaledLayer whole;
     const auto optimizer = make(whole.parameters());
     const std::vector<double> expected = loop(whole, *optimizer);
     for (const int ranks : {2, 3}) {
       run_ranks(ranks,
                 [&](World& world) {
-                  Scaled net;
+                  ScaledLayer net;
                   auto sharded = fully_shard(net, world.group(), {.average = true});
                   const auto own = make(net.parameters());
                   const std::vector<double> lines = loop(net, *own);
@@ -1139,7 +1128,7 @@ TEST(FullyShardLoop, AListOfHandlesThatWereWholeEndsAForwardWithSlices) {
   for (const int ranks : {2, 3}) {
     run_ranks(ranks,
               [](World& world) {
-                Scaled net;
+                ScaledLayer net;
                 const auto sharded = fully_shard(net, world.group(), {.average = true});
                 std::vector<at::Tensor> averages, expected, handles;
                 for (const at::Tensor& parameter : net.parameters()) {

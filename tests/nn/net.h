@@ -29,6 +29,18 @@ inline void fill_parameters(torch::nn::Module& module, uint64_t seed = 1) {
   }
 }
 
+/// A learned scale without dimensions, which under fully_shard one rank has and the others have nothing of.
+struct ScaledLayer : torch::nn::Module {
+  ScaledLayer() {
+    register_module("layer", layer);
+    scale = register_parameter("scale", at::full({}, 0.5));
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return layer(x) * scale.exp(); }
+  torch::nn::Linear layer{5, 3};
+  at::Tensor scale;
+};
+
 /// Registered in another order than it is used: `first` gives the last gradient.
 struct Net : torch::nn::Module {
   Net() {

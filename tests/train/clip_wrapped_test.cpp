@@ -258,25 +258,13 @@ TEST(ClipWrapped, OurOptimizersKeepStateOfWhatIsFrozenOnceItIsTrained) {
   }
 }
 
-/// A learned scale without dimensions, which under fully_shard one rank has and the others have nothing of.
-struct LoggedScale : torch::nn::Module {
-  LoggedScale() {
-    register_module("layer", layer);
-    scale = register_parameter("scale", at::full({}, 0.5));
-    fill_parameters(*this);
-  }
-  at::Tensor forward(const at::Tensor& x) { return layer(x) * scale.exp(); }
-  torch::nn::Linear layer{5, 3};
-  at::Tensor scale;
-};
-
 /// With gradients recorded a line for the log begins a forward, as far as operators tell: under fully_shard parameters are whole when the optimizer comes, and
 /// its state is of the parts all the same.
 TEST(ClipWrapped, ALineForTheLogStandsBetweenBackwardAndStep) {
   const at::Tensor x = random_tensor({4, 5}, "x");
   const auto check = [&](const std::string& what, const auto& make, const auto& step) {
     for (const bool clips : {false, true}) {
-      const auto loop = [&](LoggedScale& net, auto& optimizer) {
+      const auto loop = [&](ScaledLayer& net, auto& optimizer) {
         std::vector<double> lines;
         for (int i = 0; i < steps; ++i) {
           const auto gradients = [&] {
@@ -292,7 +280,7 @@ TEST(ClipWrapped, ALineForTheLogStandsBetweenBackwardAndStep) {
         }
         return lines;
       };
-      LoggedScale whole;
+      ScaledLayer whole;
       const auto one = wrap_by("ddp", whole, {});
       auto alone = zero_optimizer(*one, make);
       const std::vector<double> expected = loop(whole, alone);
@@ -300,7 +288,7 @@ TEST(ClipWrapped, ALineForTheLogStandsBetweenBackwardAndStep) {
         for (const int ranks : {1, 2, 3}) {
           run_ranks(ranks,
                     [&](World& world) {
-                      LoggedScale net;
+                      ScaledLayer net;
                       const auto wrapped = wrap_by(technique, net, {.shard = world.group()}, {.average = true});
                       auto optimizer = zero_optimizer(net, make);
                       const std::vector<double> lines = loop(net, optimizer);
