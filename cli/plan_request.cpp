@@ -51,7 +51,7 @@ PlanRequest::PlanRequest(const PlanFlags& flags) : flags_(flags) {
   if (device_ && device_->flops_per_s.contains("fp16")) halves_.emplace();  // of a device; a CPU's file has no rate of them
   // A file is planned for this machine, as train would run it, or for the device that is named; a preset, which no CPU trains, and another framework's step,
   // for one that multiplies what it names.
-  if (!is_there(flags.what) || framework_ || (device_ && !is_its_own_host(*device_))) attention_.emplace();
+  if (!is_there(flags.what) || framework_ || (device_ && !is_its_own_host(*device_))) accelerator_.emplace();
   if (!is_there(flags.what) || framework_ || (device_ && device_->flops_per_s.contains("bf16"))) accelerated_.emplace(/*native=*/true);
 }
 

@@ -9,9 +9,9 @@
 
 #include "cli/plan_pictures.h"
 #include "tessera/config/config.h"
-#include "tessera/kernels/attention_blocks.h"
 #include "tessera/kernels/linear_cross_entropy.h"
 #include "tessera/kernels/products.h"
+#include "tessera/memory/on_host.h"
 #include "tessera/plan/bounds.h"
 #include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
@@ -77,7 +77,7 @@ class PlanRequest {
   std::unique_ptr<kernels::WholeLogitsGuard> logits_;
   std::optional<kernels::Fp16ProductsGuard> halves_;
   std::optional<kernels::Bf16ProductsGuard> accelerated_;
-  std::optional<kernels::AcceleratorAttention> attention_;
+  std::optional<MetaAsAccelerator> accelerator_;
 };
 
 /// What `--json` has of a plan.

@@ -13,6 +13,7 @@
 #include "tessera/kernels/block_product.h"
 #include "tessera/kernels/product_blocks.h"
 #include "tessera/kernels/replace_operators.h"
+#include "tessera/memory/on_host.h"
 
 // With p = exp(scale q k^T - log_sum_exp), delta = the sum of dy y over features, and ds = p (dy v^T - delta) scale (FlashAttention-2, arXiv:2307.08691):
 //   dv = p^T dy,  dk = ds^T q,  dq = ds k
@@ -24,7 +25,7 @@ namespace tessera::kernels {
 
 namespace {
 
-const Ambient<bool> gradients_as_summed, of_accelerator;
+const Ambient<bool> gradients_as_summed;
 
 /// A view [B, H, S, D], or [B, H, S], whose features lie side by side.
 template <class T>
@@ -328,15 +329,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& dy, co
 
 }  // namespace
 
-AcceleratorAttention::AcceleratorAttention() : former_(std::exchange(*of_accelerator, true)) {}
-AcceleratorAttention::~AcceleratorAttention() { *of_accelerator = former_; }
-
 WideGradients::WideGradients(bool wide) : former_(std::exchange(*gradients_as_summed, wide)) {}
 WideGradients::~WideGradients() { *gradients_as_summed = former_; }
 
 bool attends_in_blocks(const at::Tensor& dy, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& y, const at::Tensor& log_sum_exp,
                        double dropout, const std::optional<at::Tensor>& mask) {
-  if (q.is_meta() && *of_accelerator) return false;
+  if (!is_on_host(q)) return false;  // there libtorch has kernels of its own
   if (dropout != 0 || (mask.has_value() && mask->defined()) || q.numel() == 0 || k.numel() == 0) return false;
   if (!multiplies_blocks(q) || (q.scalar_type() != at::kFloat && q.size(-1) % 2 != 0)) return false;
   // What does not fit together is refused by libtorch's kernel in its words.

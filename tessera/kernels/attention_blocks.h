@@ -19,19 +19,6 @@ inline at::Tensor with_rows(const at::Tensor& x) { return has_rows(x) ? x : x.co
 bool attends_in_blocks(const at::Tensor& dy, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& y, const at::Tensor& log_sum_exp,
                        double dropout, const std::optional<at::Tensor>& mask);
 
-/// While it lives, a dry run on this thread stands for an accelerator and not for this machine's CPU: there attention is libtorch's, whose gradients come in
-/// the type of q.
-class AcceleratorAttention {
- public:
-  AcceleratorAttention();
-  ~AcceleratorAttention();
-  AcceleratorAttention(const AcceleratorAttention&) = delete;
-  AcceleratorAttention& operator=(const AcceleratorAttention&) = delete;
-
- private:
-  bool former_;
-};
-
 /// While it lives, this thread's gradients in blocks come as they were summed, in fp32, and not rounded to the type of q: for who adds them to others.
 class WideGradients {
  public:

@@ -12,6 +12,7 @@
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/reference.h"
 #include "tessera/kernels/routines.h"
+#include "tessera/memory/on_host.h"
 
 namespace tessera::kernels {
 
@@ -113,7 +114,7 @@ at::Tensor bias_activation(const at::Tensor& x, const at::Tensor& bias, Activati
 }
 
 at::Tensor activate(const at::Tensor& x, Activation activation) {
-  const bool fused = (x.is_cpu() || x.is_meta()) && is_supported(x.scalar_type()) && x.dim() > 0 && x.size(-1) > 0 && !takes_reference(Kernel::bias_activation);
+  const bool fused = is_on_host(x) && is_supported(x.scalar_type()) && x.dim() > 0 && x.size(-1) > 0 && !takes_reference(Kernel::bias_activation);
   if (!fused) return activation == Activation::Silu ? at::silu(x) : at::gelu(x, "tanh");
   return ActivateFunction::apply(x, static_cast<int64_t>(activation));
 }

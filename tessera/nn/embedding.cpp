@@ -9,6 +9,7 @@
 #include "tessera/core/error.h"
 #include "tessera/kernels/embedding_gradient.h"
 #include "tessera/kernels/widen.h"
+#include "tessera/memory/on_host.h"
 #include "tessera/nn/backward_pass.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/gradient_dispatcher.h"
@@ -34,7 +35,7 @@ struct EmbeddingFunction : AutogradFunction<EmbeddingFunction> {
     const at::Tensor ids = context->get_saved_variables()[0], weight = context->saved_data["weight"].toTensor();
     const int64_t padding_row = context->saved_data["padding_row"].toInt();
     // On an accelerator adding rows up at once has no fixed order.
-    const bool in_order = weight.is_cpu() || weight.is_meta();
+    const bool in_order = is_on_host(weight);
     // A gradient that is asked for (autograd::grad), or one with a history of its own (create_graph), is not added up in a step's place.
     const bool adds_up = in_order && !at::GradMode::is_enabled() && accumulates_into(weight);
     auto [gradient, holds_sum] = adds_up ? GradientDispatcher::take_place(weight) : kernels::GradientPlace();

@@ -10,6 +10,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "tessera/memory/memory.h"
+#include "tessera/memory/on_host.h"
 
 // libtorch's fused operator, so that whoever watches operators knows the update by its name: one pass over all tensors of a batch. Update counts are one tensor
 // and its views, since parameters may begin at different steps and the operator wants a count for each.
@@ -32,7 +33,7 @@ std::vector<StateTensor> AdamW::state() const {
 }
 
 std::pair<std::vector<at::Tensor>, kernels::UpdatesByElement::Besides> AdamW::in_one_pass(const Batch& batch) {
-  const auto is_known = [](const at::Tensor& p) { return (p.is_cpu() || p.is_meta()) && (p.scalar_type() == at::kFloat || p.scalar_type() == at::kDouble); };
+  const auto is_known = [](const at::Tensor& p) { return is_on_host(p) && (p.scalar_type() == at::kFloat || p.scalar_type() == at::kDouble); };
   if (!std::ranges::all_of(batch.parameters, is_known)) {
     for (const at::Tensor& gradient : batch.gradients) {
       if (batch.gradient_scale != 1) gradient.mul_(batch.gradient_scale);

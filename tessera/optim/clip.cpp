@@ -15,6 +15,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/parallel.h"
 #include "tessera/kernels/cpu/loops.h"
+#include "tessera/memory/on_host.h"
 
 // A rank holds some rows of a parameter, and which ones depends on the layout. So a row is the unit: its sum of squares is made in an order that its length
 // alone decides. Sums of rows then meet by rank, which is fast and depends on the cut in the last bits of fp64, or in one tree over the rows of the whole
@@ -214,7 +215,7 @@ void scale_gradients(const std::vector<nn::NamedParameter>& parameters, const at
   for (const auto& parameter : parameters) {
     at::Tensor gradient = parameter.tensor.grad();
     if (!gradient.defined()) continue;
-    if (gradient.scalar_type() == at::kFloat && !gradient.is_cpu() && !gradient.is_meta()) {
+    if (gradient.scalar_type() == at::kFloat && !is_on_host(gradient)) {
       together.push_back(gradient);
     } else {
       gradient.mul_(c10::toRealValueType(gradient.scalar_type()) == at::kDouble ? whole : rounded);

@@ -14,6 +14,7 @@
 #include "tessera/core/host_read.h"
 #include "tessera/kernels/fused_updates.h"
 #include "tessera/memory/memory.h"
+#include "tessera/memory/on_host.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/kept_memory.h"
@@ -110,7 +111,7 @@ void Optimizer::step(double lr, const at::Tensor& skip, const at::Tensor& scale)
   }
   double gradient_scale = 1;
   if (scale.defined()) {
-    const bool as_it_reads = updates_in_one_pass() && (scale.is_cpu() || scale.is_meta());
+    const bool as_it_reads = updates_in_one_pass() && is_on_host(scale);
     if (!as_it_reads) {
       scale_gradients(parameters_, scale);
     } else if (scale.is_cpu()) {

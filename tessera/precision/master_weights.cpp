@@ -11,6 +11,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/parallel.h"
 #include "tessera/memory/memory.h"
+#include "tessera/memory/on_host.h"
 
 // The optimizer inside is handed masters as its parameters, and a gradient each. One that updates in one pass is told which weights to write along. Others know
 // nothing of 16 bits. All gradients in fp32 at once would be a second set of masters; instead their step is called several times, with the gradients of a few
@@ -111,10 +112,6 @@ void MasterWeights::follow_weights(const std::vector<Batch>& batches) {
     }
   }
 }
-
-namespace {
-bool is_on_host(const at::Tensor& tensor) { return tensor.is_cpu() || tensor.is_meta(); }
-}  // namespace
 
 bool MasterWeights::goes_in_one_pass(const Batch& batch) const { return inner_->updates_in_one_pass() && std::ranges::all_of(batch.parameters, is_on_host); }
 

@@ -16,8 +16,8 @@
 
 #include "tessera/config/config.h"
 #include "tessera/core/format.h"
-#include "tessera/kernels/attention_blocks.h"
 #include "tessera/kernels/products.h"
+#include "tessera/memory/on_host.h"
 #include "tessera/plan/curves.h"
 #include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
@@ -52,7 +52,7 @@ int64_t memory_left() {
 
 DryRun dry_run_of(const Chosen& chosen, const Machine& machine) {
   const kernels::Bf16ProductsGuard multiplies(/*native=*/true);
-  const kernels::AcceleratorAttention attention;
+  const MetaAsAccelerator device;
   Texts sets = chosen.sets;
   sets.push_back("batch.global_size=" + std::to_string(chosen.batch));
   sets.push_back("batch.micro_size=" + std::to_string(std::gcd(chosen.batch, chosen.micro)));
@@ -277,7 +277,7 @@ TEST(Choosing, LayoutsAreDryRuns) {
 
 TEST(Choosing, PicturesAreDryRuns) {
   const kernels::Bf16ProductsGuard multiplies(/*native=*/true);
-  const kernels::AcceleratorAttention attention;
+  const MetaAsAccelerator device;
   for (const auto& [name, world] : {std::pair("memory", 512), std::pair("latency", 8), std::pair("batch", 8), std::pair("traffic", 8)}) {
     Config config = page_model({});
     config.run.memory_limit_bytes = 80'000'000'000;

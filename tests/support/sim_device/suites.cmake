@@ -97,8 +97,8 @@ tessera_sim_suite(models)
 tessera_sim_suite(lora)
 # Of the command, what measures on a device.
 tessera_sim_suite(cli ONLY AttentionBench.* PipelineBench.*)
-# Of plan, what a device refuses; the rest are dry runs.
-tessera_sim_suite(plan ONLY Fit.ARefusalInARunIsExplained)
+# Of plan, what a device refuses, and runs there; the rest are dry runs.
+tessera_sim_suite(plan ONLY Fit.ARefusalInARunIsExplained PlannedDevice.*)
 # Of train, what is about devices, where whole runs are held against the CPU's, and what goes with a run: reports of memory, texts, saves, skipped steps.
 tessera_sim_suite(train ONLY TrainDevice.* DeviceChange.* StepGraphs.* ExposedTimes.* HostReads.* BatchFeeds.* PipelineTimes.*
                   Pipeline.ValidatesAndGeneratesBetweenSteps MemoryWatchTest.* MemoryReport.* *Generation* Overflowing.* Saving.* PostValidation.* TrainerTest.* PlacedTraining.Activations*

@@ -1,0 +1,59 @@
+// What a plan says of a step's memory, held against one on the device that the suite runs on: on the simulated accelerator (docs/testing.md) a plan for an
+// accelerator (MetaAsAccelerator), which goes other ways than a CPU's step does.
+
+#include <optional>
+
+#include "tessera/kernels/products.h"
+#include "tessera/memory/on_host.h"
+#include "tessera/plan/dry_run.h"
+#include "tests/train/fixture.h"
+
+namespace tessera {
+namespace {
+
+class PlannedDevice : public testing_support::TrainFixture {
+ protected:
+  void expect_real_peak(const std::string& family, const std::vector<std::string>& sets, int world = 1) {
+    auto all = sets;
+    all.insert(all.end(), {"run.steps=3", "batch.global_size=4"});
+    const auto settings = config(family, all);
+    const auto planned = [&] {
+      const bool on_cpu = testing_support::test_device().is_cpu();
+      const testing_support::OnTheCpu beside;
+      std::optional<MetaAsAccelerator> device;
+      if (!on_cpu) device.emplace();
+      return plan::dry_run(settings, world).ranks.at(0).peak_bytes;
+    }();
+    const auto real = train(settings, world).peak;
+    for (int c = 0; c < num_memory_categories; ++c) {
+      EXPECT_EQ(planned[c], real[c]) << to_string(static_cast<MemoryCategory>(c)) << " of " << family << ::testing::PrintToString(sets);
+    }
+  }
+};
+
+TEST_F(PlannedDevice, PeakEqualsTheRunsToTheByte) {
+  for (const std::string family : {"llama", "gpt2"}) {
+    expect_real_peak(family, {});
+    expect_real_peak(family, {"precision.compute=bf16"});
+    expect_real_peak(family, {"precision.params=bf16", "precision.compute=bf16"});
+    expect_real_peak(family, {"precision.params=bf16", "precision.compute=bf16", "batch.micro_size=4"});
+    expect_real_peak(family, {"precision.compute=bf16", "recompute.mode=full"});
+  }
+}
+
+/// Of stages, too, but for what has been sent and is on its way, which a plan takes for done (TrainDevice.StagesAndCutSequencesHaveTheCpusBits).
+TEST_F(PlannedDevice, PeakOfSeveralRanksEqualsTheRunsToTheByte) {
+  for (const std::string stage : {"0", "1", "2", "3"}) {
+    expect_real_peak("llama", {"zero.stage=" + stage}, 2);
+    expect_real_peak("gpt2", {"zero.stage=" + stage, "precision.params=bf16", "precision.compute=bf16"}, 2);
+  }
+  expect_real_peak("llama", {"mesh.tp=2", "precision.compute=bf16"}, 2);
+}
+
+TEST_F(PlannedDevice, WhatWaitsOnTheHostIsUpdatedByItsLoops) {
+  expect_real_peak("llama", {"offload.optimizer=host", "precision.params=bf16", "precision.compute=bf16"});
+  expect_real_peak("llama", {"offload.optimizer=host", "offload.gradients=host"});
+}
+
+}  // namespace
+}  // namespace tessera
