@@ -29,14 +29,15 @@ constexpr double kLeastNorm = 1e-7;
 
 at::Tensor orthogonal(const at::Tensor& matrix, int steps) {
   const bool tall = matrix.size(0) > matrix.size(1);
-  at::Tensor x = tall ? matrix.t() : matrix;
   const BesidePasses update;
-  x = x.div(x.square().sum().sqrt_().clamp_min_(kLeastNorm));  // no singular value above 1
+  at::Tensor x = matrix.div(matrix.square().sum().sqrt_().clamp_min_(kLeastNorm));  // no singular value above 1
   for (int step = 0; step < steps; ++step) {
-    const at::Tensor gram = at::mm(x, x.t());
-    x = at::addmm(x, at::addmm(gram, gram, gram, kB, kC), x, kA, 1);
+    // On the smaller side, and never on a transposed x, which libtorch's kernels copy through memory that no plan knows of.
+    const at::Tensor gram = tall ? at::mm(x.t(), x) : at::mm(x, x.t());
+    const at::Tensor odd = at::addmm(gram, gram, gram, kB, kC);
+    x = tall ? at::addmm(x, x, odd, kA, 1) : at::addmm(x, odd, x, kA, 1);
   }
-  return tall ? x.t() : x;
+  return x;
 }
 
 Muon::Muon(std::vector<ParameterGroup> groups, MuonOptions options, WholeModel model)

@@ -175,15 +175,20 @@ class Search {
   void look_at(const std::vector<Candidate>& all, double share) {
     std::map<std::tuple<int, int, int, int>, int> looks;
     const auto mesh = [](const LayoutChoice& c) { return std::tuple(c.tp, c.pp, c.cp, c.ep); };
+    bool spreads = true;
     while (found_.complete && (tried_.empty() || !is_over(share))) {
-      const bool enough = tried_.size() >= kFirst;
-      if (enough && best()->fits) break;
+      spreads = spreads && tried_.size() < kFirst;
+      if (!spreads && best() != nullptr && best()->fits) break;
       const Candidate* next = nullptr;
       for (const Candidate& each : all) {
-        if (tried_.contains(each.choice) || refused_.contains(each.choice) || (!enough && looks[mesh(each.choice)] > 1)) continue;
+        if (tried_.contains(each.choice) || refused_.contains(each.choice) || (spreads && looks[mesh(each.choice)] > 1)) continue;
         if (next == nullptr || score(each) < score(*next)) next = &each;
       }
-      if (next == nullptr) break;
+      if (next == nullptr && !spreads) break;
+      if (next == nullptr) {  // few ranks have few meshes
+        spreads = false;
+        continue;
+      }
       if (const Tried* tried = look(next->choice)) looks[mesh(next->choice)] += tried->fits ? 2 : 1;
     }
   }

@@ -499,6 +499,17 @@ TEST_F(DryRunTest, RecomputationCountsInHardwareFlopsAlone) {
   EXPECT_EQ(plain.recomputed_flops, 0);
 }
 
+/// Where the update is the peak: of few columns in a step, with matrices that are higher than wide and no smaller than what libtorch transposes by blocks.
+TEST_F(DryRunTest, PeakOfOrthogonalUpdatesEqualsTheRealRuns) {
+  for (const int world : {1, 2}) {
+    for (const char* stage : {"zero.stage=0", "zero.stage=1"}) {
+      expect_real_peak(config("llama", {"optim.name=muon", "model.dim=64", "model.ffn_dim=200", "data.seq_len=2", "batch.global_size=2", "batch.micro_size=1",
+                                        "run.steps=3", stage}),
+                       world);
+    }
+  }
+}
+
 /// As those of metrics.jsonl, also where an optimizer updates, or a hook compresses, in the midst of the passes.
 TEST_F(DryRunTest, HardwareFlopsAreThoseOfThePassesAsARunCountsThem) {
   struct Case {

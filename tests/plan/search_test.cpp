@@ -331,10 +331,15 @@ TEST_F(SearchTest, LessMemoryBringsAnotherLayoutAndTooLittleTheNumberOfDevices) 
 
 TEST_F(SearchTest, PutsTheOptimizerOnTheHostWhereNothingElseFits) {
   Config config = small();
-  int64_t least = INT64_MAX;
-  for (const LayoutChoice& choice : all_choices(config, 1, machine(), {16})) {
-    least = std::min(least, total_of(largest_class(dry_run(with_settings(config, settings_of(choice, 1)), 1)).peak_bytes));
-  }
+  const auto least_of = [&](bool on_the_host) {
+    int64_t least = INT64_MAX;
+    for (LayoutChoice& choice : all_choices(config, 1, machine(), {16})) {
+      choice.host_optimizer = on_the_host;
+      least = std::min(least, total_of(largest_class(dry_run(with_settings(config, settings_of(choice, 1)), 1)).peak_bytes));
+    }
+    return least;
+  };
+  const int64_t least = least_of(false);
   config.run.memory_limit_bytes = least;
   const LayoutSearch on_device = search_layouts(config, 1, machine(), patient());
   ASSERT_NE(on_device.best(), nullptr);
@@ -347,6 +352,8 @@ TEST_F(SearchTest, PutsTheOptimizerOnTheHostWhereNothingElseFits) {
   EXPECT_THAT(to_string(on_host), HasSubstr("optimizer on the host"));
   EXPECT_THAT(on_host.losing, Contains(AllOf(Field(&Loses::what, "optimizer on the device"), Field(&Loses::reason, HasSubstr("needs")))));
   EXPECT_EQ(on_host.possible, on_device.possible);
+  config.run.memory_limit_bytes = least_of(true);
+  EXPECT_NE(search_layouts(config, 1, machine(), patient()).best(), nullptr) << "one rank has one mesh, of which the most promising ones do not fit";
 }
 
 TEST_F(SearchTest, ChoosesTheBatchWhereItMay) {
