@@ -43,7 +43,7 @@ parity: build
 # Two parts at a time, the longest first; `make soak_layouts` is one alone. What fails is said where it does, and again by the exit code: the rest is run all
 # the same.
 SOAK_layouts := verify RandomLayouts.DISABLED_Many
-SOAK_resumes := train RandomResume.DISABLED_Many
+SOAK_resumes := train RandomResume.DISABLED_Many:RandomStarts.DISABLED_Many
 SOAK_plans := plan RandomLayoutPlans.DISABLED_Many:RandomDeepPlans.DISABLED_Many
 SOAK_matrix := verify *VerifyMatrix.DISABLED_Everything*
 SOAK_programs := train *RandomPrograms.DISABLED_Many*:RandomPipelines.DISABLED_Many:RandomAsynchronous.DISABLED_Many
