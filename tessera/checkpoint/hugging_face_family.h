@@ -104,9 +104,15 @@ const HuggingFaceFamily& mistral_family();
 const HuggingFaceFamily& gpt2_family();
 const HuggingFaceFamily& mixtral_family();
 
+/// Refuses a folder that is not there, as one that a checkpoint names and that was moved since.
+void require_model_folder(const std::filesystem::path& dir);
+
+inline constexpr int64_t kMistralPositions = 131072;  ///< Mistral's and Mixtral's, where the file has no max_position_embeddings
+
 /// What a class of theirs takes for keys that a file leaves out.
 struct LlamaDefaults {
   double rope_theta = 10000, norm_eps = 1e-6;
+  int64_t max_seq_len = 2048;
   std::optional<int64_t> kv_heads{};  ///< nothing: as many as heads, which null says, too
 };
 

@@ -64,7 +64,7 @@ ModelConfig read_llama_config(const HuggingFaceConfig& config, const LlamaDefaul
   if (config.find<int64_t>("num_key_value_heads")) model.kv_heads = config.size("num_key_value_heads");
   model.ffn_dim = config.size("intermediate_size");
   model.vocab_size = config.size("vocab_size");
-  model.max_seq_len = config.size("max_position_embeddings");
+  model.max_seq_len = config.size("max_position_embeddings", 1'000'000'000, absent.max_seq_len);
   model.tie_embeddings = config.find<bool>("tie_word_embeddings").value_or(false);
   model.rope_theta = read_rope_theta(config, absent.rope_theta);
   model.norm_eps = config.find<double>("rms_norm_eps").value_or(absent.norm_eps);
@@ -155,7 +155,7 @@ ModelConfig read_windowless_config(const HuggingFaceConfig& config) {
 /// A LLaMA with a window. What a file leaves out is what their class takes for it.
 ModelConfig read_mistral_config(const HuggingFaceConfig& config) {
   constexpr int64_t kWindow = 4096;
-  ModelConfig model = read_llama_config(config, {.kv_heads = 8});
+  ModelConfig model = read_llama_config(config, {.max_seq_len = kMistralPositions, .kv_heads = 8});
   model.sliding_window = read_sliding_window(config, kWindow);
   return model;
 }

@@ -7,7 +7,7 @@ namespace tessera::checkpoint {
 namespace {
 
 ModelConfig read_mixtral_config(const HuggingFaceConfig& config) {
-  ModelConfig model = read_llama_config(config, {.rope_theta = 1e6, .norm_eps = 1e-5, .kv_heads = 8});
+  ModelConfig model = read_llama_config(config, {.rope_theta = 1e6, .norm_eps = 1e-5, .max_seq_len = kMistralPositions, .kv_heads = 8});
   config.expect("router_jitter_noise", 0.0, 0.0);
   model.sliding_window = read_sliding_window(config, 0);
   model.experts = config.size_by("num_local_experts", "num_experts", kMostExperts, 8);  // what their class takes, as of the next

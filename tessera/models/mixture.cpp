@@ -56,7 +56,8 @@ at::Tensor MixtureFeedForwardImpl::forward(const at::Tensor& x) {
   if (capacity_factor_ > 0 && is_training() && options.kind != nn::RouterKind::ExpertChoice) {
     const auto capacity_of = [&](int64_t count) {
       const double even = static_cast<double>(options.places(count)) / static_cast<double>(options.experts);
-      return std::max<int64_t>(1, static_cast<int64_t>(std::ceil(capacity_factor_ * even)));
+      constexpr double kOfRounding = 1 - 1e-12;  // 1.1 * 50 is a little more than 55, and no reason for another place
+      return std::max<int64_t>(1, static_cast<int64_t>(std::ceil(capacity_factor_ * even * kOfRounding)));
     };
     // Padding leaves no room to tokens that they would not have without it; only memory is that of rows that may all be tokens.
     limits.capacity = capacity_of(tokens.size(0) - nn::SampleScope::padding(tokens.size(0)).on_host("moe.capacity_factor"));

@@ -84,6 +84,9 @@ TEST(HuggingFaceConfigFile, ReadsLlamaOfTransformers4And5) {
   EXPECT_EQ(read_config(folder, json).kv_heads, 4);
   json["tie_word_embeddings"] = true;
   EXPECT_TRUE(read_config(folder, json).tie_embeddings);
+  json.erase("max_position_embeddings");
+  EXPECT_EQ(read_config(folder, json).max_seq_len, 2048) << "what their class takes for it";
+  EXPECT_EQ(read_config(folder, json, [](Config& config) { config.model.max_seq_len = 99; }).max_seq_len, 99);
 }
 
 TEST(HuggingFaceConfigFile, TakesOtherNamesOfAnActivationAndKeysThatAreNone) {
@@ -135,6 +138,8 @@ TEST(HuggingFaceConfigFile, ReadsMistralsWindow) {
   EXPECT_EQ(read_config(folder, json).sliding_window, 0) << "as from their second version on";
   json.erase("sliding_window");
   EXPECT_EQ(read_config(folder, json).sliding_window, 4096) << "what their class takes for it";
+  json.erase("max_position_embeddings");
+  EXPECT_EQ(read_config(folder, json).max_seq_len, 131072) << "theirs";
   json["num_attention_heads"] = 8;
   json.erase("num_key_value_heads");
   EXPECT_EQ(read_config(folder, json).kv_heads, 8) << "theirs, too";
@@ -199,8 +204,9 @@ TEST(HuggingFaceConfigFile, RefusesByName) {
   expect_refused(gpt2_config(), "scale_attn_by_inverse_layer_idx", true, "scale_attn_by_inverse_layer_idx");
   write_all(folder / "config.json", "[1]");
   EXPECT_THAT([&] { read_hugging_face_config(config_for(folder.path())); }, ThrowsMessage<ConfigError>(HasSubstr("not a JSON object")));
-  EXPECT_THAT([&] { read_hugging_face_config(config_for(folder / "nowhere")); },
-              ThrowsMessage<ConfigError>(AllOf(HasSubstr("model.from_hf"), HasSubstr("nowhere"))));
+  const auto gone = AllOf(HasSubstr("model.from_hf = "), HasSubstr("nowhere: there is no such folder"), HasSubstr("--set model.from_hf=DIR"));
+  EXPECT_THAT([&] { read_hugging_face_config(config_for(folder / "nowhere")); }, ThrowsMessage<ConfigError>(gone));
+  EXPECT_THAT([&] { hugging_face_fingerprint(folder / "nowhere"); }, ThrowsMessage<ConfigError>(gone)) << "of a checkpoint that names it";
 }
 
 /// As transformers 5.24 and 4.57 read it: theirs is the class's own theta there.

@@ -111,6 +111,19 @@ TEST(Mixture, ACapacityDropsInTrainingAlone) {
   EXPECT_TRUE(at::allclose(mixture(x), whole, 1e-5));
 }
 
+TEST(Mixture, ACapacityOfAWholeNumberIsNoMoreThanThat) {
+  MixtureFeedForward mixture = mixture_of(mixture_config());
+  const int64_t tokens = 125;  // an even share is 125 * 2 / 5 = 50
+  for (const auto& [factor, places] : {std::pair(1.1, 55), std::pair(1.0, 50), std::pair(1.11, 56), std::pair(2.2, 110)}) {
+    MoeConfig training;
+    training.capacity_factor = factor;
+    mixture->set_training(training);
+    mixture->router().clear_statistics();
+    mixture(at::ones({1, tokens, 24}));  // all choose the same two experts
+    EXPECT_EQ(mixture->router().statistics()[8].item<double>(), 2 * (tokens - places)) << factor;
+  }
+}
+
 TEST(Mixture, ExpertsThatChooseHaveAnEvenLoad) {
   MixtureFeedForward mixture = mixture_of(mixture_config("expert_choice"));
   const at::Tensor x = at::randn({2, 5, 24}), rows = x.view({10, 24});
