@@ -20,6 +20,7 @@ struct Call {
   std::vector<int64_t> in_splits{};                    ///< rows to each rank (all_to_all); empty means equal parts
   std::vector<int64_t> out_splits{};                   ///< rows from each rank (all_to_all); empty means equal parts
   std::optional<Op> reduction{};                       ///< of the ops that reduce
+  std::optional<Op> asked{};                           ///< of truth values, whose bytes are reduced: the reduction that the caller asked for; else empty
   bool async = true;                                   ///< false: the caller waits at once
   std::optional<std::chrono::milliseconds> timeout{};  ///< of this call alone, for engines that take one (gloo, mpi, nccl); empty: the group's
 
@@ -30,6 +31,9 @@ struct Call {
   /// What moves, or its first part; undefined for barrier.
   const at::Tensor& tensor() const;
   c10::ScalarType dtype() const { return tensor().defined() ? tensor().scalar_type() : c10::ScalarType::Undefined; }
+  /// What messages and records say of the call, in its caller's words.
+  std::optional<Op> named_reduction() const { return asked ? asked : reduction; }
+  c10::ScalarType named_dtype() const { return asked ? c10::ScalarType::Bool : dtype(); }
   /// Shape of the whole in a group of `ranks`: the reduced tensor, the gathered result, what is scattered or dealt; {0} for barrier.
   std::vector<int64_t> whole(int ranks) const;
   /// Bytes of the whole.

@@ -132,6 +132,7 @@ void reduce_as_bytes(Call& call) {
     const auto own = std::ranges::find_if(given, [&](const at::Tensor& input) { return input.is_same(output); });
     output = own == given.end() ? output.view(at::kByte) : call.inputs[static_cast<size_t>(own - given.begin())];
   }
+  call.asked = call.reduction;
   if (call.reduction == Op::Sum) call.reduction = Op::Max;
   if (call.reduction == Op::Product) call.reduction = Op::Min;
 }

@@ -28,7 +28,9 @@ void run_ranks(int n, const std::function<void(World&)>& body, const RunOptions&
 
 /// The same as n processes, each a new copy of this GoogleTest program that runs the test `test` ("Suite.Name") alone and joins over TCP as under torchrun.
 /// In a copy the call runs `body` and returns, so whatever else the test does, the copies do as well: make this its only statement. Throws
-/// std::runtime_error with the output of a rank that failed, assertions included, or after `seconds`; no process outlives the call.
-void run_rank_processes(int n, const std::string& test, const std::function<void(World&)>& body, int seconds = 60, const std::string& backend = "auto");
+/// std::runtime_error with the output of a rank that failed, assertions included, or after `seconds`; no process outlives the call. With `programs` that many
+/// times, one after the other, in the one store of the launcher.
+void run_rank_processes(int n, const std::string& test, const std::function<void(World&)>& body, int seconds = 60, const std::string& backend = "auto",
+                        int programs = 1);
 
 }  // namespace tessera::comm

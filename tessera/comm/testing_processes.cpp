@@ -90,24 +90,14 @@ std::vector<std::string> inherited_environment() {
   return result;
 }
 
-}  // namespace
-
-void run_rank_processes(int n, const std::string& test, const std::function<void(World&)>& body, int seconds, const std::string& backend) {
-  if (std::getenv(kCopy)) {
-    auto world = World::from_environment({.backend = backend, .timeout = std::chrono::seconds(seconds)});
-    world.guard([&] { body(world); });
-    return;
-  }
-  // The store is served here, as an agent does it: no port to guess, and no rank that must outlive the others.
-  const auto store = serve_store({"127.0.0.1", 0});
-
+// Starts a copy of this program for each rank, and waits until all have ended.
+void run_program(int n, const std::string& test, int seconds, int port) {
   std::vector<std::unique_ptr<Process>> processes;
   for (int rank = 0; rank < n; ++rank) {
     auto environment = inherited_environment();
-    for (const auto& variable :
-         {std::string(kCopy) + "=1", detail::concat("RANK=", rank), detail::concat("LOCAL_RANK=", rank), detail::concat("WORLD_SIZE=", n),
-          detail::concat("LOCAL_WORLD_SIZE=", n), std::string("MASTER_ADDR=127.0.0.1"), detail::concat("MASTER_PORT=", store->getPort()),
-          std::string("TORCHELASTIC_USE_AGENT_STORE=True"), std::string("OMP_NUM_THREADS=1")}) {
+    for (const auto& variable : {std::string(kCopy) + "=1", detail::concat("RANK=", rank), detail::concat("LOCAL_RANK=", rank),
+                                 detail::concat("WORLD_SIZE=", n), detail::concat("LOCAL_WORLD_SIZE=", n), std::string("MASTER_ADDR=127.0.0.1"),
+                                 detail::concat("MASTER_PORT=", port), std::string("TORCHELASTIC_USE_AGENT_STORE=True"), std::string("OMP_NUM_THREADS=1")}) {
       environment.push_back(variable);
     }
     processes.push_back(std::make_unique<Process>(rank, std::vector<std::string>{"rank", "--gtest_filter=" + test}, environment));
@@ -123,6 +113,19 @@ void run_rank_processes(int n, const std::string& test, const std::function<void
     if (running && Clock::now() > deadline) throw std::runtime_error(detail::concat("ranks as processes still run after ", seconds, " s"));
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
+}
+
+}  // namespace
+
+void run_rank_processes(int n, const std::string& test, const std::function<void(World&)>& body, int seconds, const std::string& backend, int programs) {
+  if (std::getenv(kCopy)) {
+    auto world = World::from_environment({.backend = backend, .timeout = std::chrono::seconds(seconds)});
+    world.guard([&] { body(world); });
+    return;
+  }
+  // The store is served here, as an agent does it: no port to guess, and no rank that must outlive the others.
+  const auto store = serve_store({"127.0.0.1", 0});
+  for (int program = 0; program < programs; ++program) run_program(n, test, seconds, store->getPort());
 }
 
 }  // namespace tessera::comm

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "tessera/comm/algorithms/choice.h"
@@ -26,6 +27,8 @@
 #include "tessera/comm/meeting/rendezvous.h"
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
+#include "tessera/core/hash.h"
+#include "tessera/core/json_text.h"
 #include "tessera/core/read_check.h"
 #include "tessera/core/rng.h"
 
@@ -57,6 +60,13 @@ std::string interface_towards(const Meeting& meeting, const Environment& environ
   if (one_host || !is_loopback(meeting.local_address)) return meeting.local_address;
   const auto addresses = local_addresses();
   return addresses.empty() ? meeting.local_address : addresses.front();
+}
+
+// Of a table's rows in use: files may lie elsewhere on each host.
+std::string content_of(const std::vector<TableRow>& rows) {
+  if (rows.empty()) return "no rows";
+  const auto text = json_text(nlohmann::json(rows));
+  return "content " + hash_hex(text.data(), text.size());
 }
 
 // Polls with growing pauses, for a store's own wait cannot look at two keys.
@@ -160,9 +170,13 @@ struct World::State {
     }
   }
 
-  // A rank that makes its engines otherwise than the others meets nobody, or ends inside of one, before anything can be compared by collectives.
+  // A rank that makes its engines otherwise than the others, or its collectives by other messages, meets nobody, or ends inside of one, before anything can be
+  // compared by collectives.
   void compare_what_engines_are_made_of(const GroupInfo& info) {
-    const Settings mine{{"comm.backend", options.backend}, {"comm.algorithm", options.algorithm}, {"comm.check", options.check ? "true" : "false"}};
+    const Settings mine{{"comm.backend", options.backend},
+                        {"comm.algorithm", options.algorithm},
+                        {"comm.table", content_of(options.rows)},
+                        {"comm.check", options.check ? "true" : "false"}};
     meet(info, [&] { compare_in_store(*store, environment.rank, environment.size, mine, options.timeout); });
   }
 
@@ -254,22 +268,26 @@ World World::join(const Environment& environment, const WorldOptions& options) {
   if (!options.interface.empty()) check_interface(options.interface);
   parse_faults(options.inject, environment.size, environment.restart_count);  // refuses before anybody meets
   check_choice(options);
-  if (environment.size == 1) return join(environment, Store(), options);
+  if (environment.size == 1) return join_in(environment, Store(), options);
   auto meeting = rendezvous(environment, options.timeout, options.backend);
   meeting.store->setTimeout(options.timeout);
   auto local = options;
   if (local.interface.empty()) local.interface = interface_towards(meeting, environment);
-  const auto prefix = fmt::format("tessera/{}", environment.restart_count);
-  return join(environment, c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(meeting.store)), local);
+  return join_in(environment, std::move(meeting.store), local);
 }
 
 World World::join(const Environment& environment, Store store, const WorldOptions& options) {
+  invariant(environment.size == 1 || store.defined(), "a world of ", environment.size, " has no store to meet in");
+  if (environment.size > 1) store = next_world(std::move(store), environment).store;
+  return join_in(environment, std::move(store), options);
+}
+
+World World::join_in(const Environment& environment, Store store, const WorldOptions& options) {
   check_engine_name(options.backend);
   auto state = std::make_shared<State>();
   state->environment = environment;
   state->options = with_table_read(options);
   if (environment.size > 1) {
-    invariant(store.defined(), "a world of ", environment.size, " has no store to meet in");
     state->store = std::move(store);
     state->factory =
         make_factory({.backend = options.backend, .interface = options.interface, .environment = environment, .host = options.host, .device = options.device});

@@ -95,12 +95,12 @@ Environment read_environment();
 /// Groups and meshes made from a world may outlive it; a moved-from world may only be destroyed or assigned to.
 class World {
  public:
-  /// Joins the ranks that the launcher's variables name, or is alone. Blocks until all have come. A process may do so again, on every rank alike; while
-  /// another world lives, only where rank 0 does not serve the store itself at a given port (srun, variables set by hand). Throws ConfigError (variables,
-  /// backend) and CommError (address, port, cause, seconds waited).
+  /// Joins the ranks that the launcher's variables name, or is alone. Blocks until all have come. A process may do so again, and so may another one that its
+  /// launcher starts after it, on every rank alike; while another world lives, only where rank 0 does not serve the store itself at a given port (srun,
+  /// variables set by hand). Throws ConfigError (variables, backend) and CommError (address, port, cause, seconds waited).
   static World from_environment(const WorldOptions& options = {});
   static World join(const Environment& environment, const WorldOptions& options = {});
-  /// Joins through a store that exists already. Without a backend name of its own, "auto" is Gloo.
+  /// Joins through a store that exists already, as often as one likes, on every rank alike. Without a backend name of its own, "auto" is Gloo.
   static World join(const Environment& environment, c10::intrusive_ptr<c10d::Store> store, const WorldOptions& options = {});
   /// A world of one; needs no network.
   static World alone(const WorldOptions& options = {});
@@ -146,6 +146,8 @@ class World {
  private:
   struct State;
   explicit World(std::shared_ptr<State> state);
+  /// In a store whose keys are this world's alone.
+  static World join_in(const Environment& environment, c10::intrusive_ptr<c10d::Store> store, const WorldOptions& options);
   void finish() noexcept;
   friend class WorldView;
   std::shared_ptr<State> state_;

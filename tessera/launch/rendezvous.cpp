@@ -171,9 +171,21 @@ Rendezvous::Store Rendezvous::meet_at_spare(const Known& known, bool proven) {
     store->set(key("came/" + node_.id), "");
     if (!store->check({key("round")})) throw CommError(detail::concat("node ", node.id, " has not taken over"));
     commit(known, [&] { known_.place = spare; });
+    bring_up_to_date(*store, known);
     return store;
   }
   throw CommError("this node is no member, and no other one is left");
+}
+
+// Before anything else of this node is to be read there, whose workers may be of a round that the store does not know.
+void Rendezvous::bring_up_to_date(c10d::Store& store, const Known& known) const {
+  for (std::string there = store.get_to_str(key("round"));;) {
+    const auto wanted = caught_up(read_round(there), known.job, known.server);
+    if (!wanted) return;
+    const std::string found = store.compareSet(key("round"), there, write_round(*wanted));
+    if (found == write_round(*wanted)) return;
+    there = found;
+  }
 }
 
 Rendezvous::Store Rendezvous::take_over(const Known& known, bool proven) {
@@ -184,18 +196,13 @@ Rendezvous::Store Rendezvous::take_over(const Known& known, bool proven) {
   if (!proven && (2 * came <= all || came < options_.rules.min_nodes)) {
     throw CommError(detail::concat("its host does not answer, and ", came, " of ", all, " nodes cannot tell whether the others go on without them"));
   }
-  Round next = job;
-  std::erase_if(next.nodes, [&](const Node& node) { return node.id == known.server; });
-  next.phase = Phase::Stopping;
-  next.cause = Cause::Lost;
-  next.quorum = proven ? 0 : static_cast<int>(all / 2 + 1);  // those who came may have gone back
-  next.reason = detail::concat("node ", known.server, ", which served the rendezvous, vanished");
+  const int quorum = proven ? 0 : static_cast<int>(all / 2 + 1);  // those who came may have gone back
   commit(known, [&] {
     spare_serves_ = true;
     known_.place = {node_.address, node_.spare_port};
   });
   say_that_we_serve(*store);
-  store->compareSet(key("round"), "", write_round(next));
+  store->compareSet(key("round"), "", write_round(taken_over(job, known.server, quorum)));
   return store;
 }
 

@@ -71,6 +71,7 @@ class Rendezvous {
   Store meet_again(const Known& known);
   Store meet_at_spare(const Known& known, bool proven);
   Store take_over(const Known& known, bool proven);
+  void bring_up_to_date(c10d::Store& store, const Known& known) const;
   void say_that_we_serve(c10d::Store& store) const;
   /// Throws CommError, with both ids, where the agent that serves `store` has another --rdzv-id than this one.
   void require_own_job(c10d::Store& store) const;

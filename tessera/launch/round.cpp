@@ -12,6 +12,8 @@
 // looks again. So agents need no leader. Two things fall to one node all the same: the workers' store is served by the first node of a round, which alone knows
 // its port, and the end of a round is judged by the first survivor, once no worker runs any more. Old workers go before anything else: nothing may run that
 // belongs to no round.
+// A number belongs to one round alone, or workers of two rounds would meet in one. Where the store is lost, whoever takes over may have seen less than others,
+// some of whose workers run already; so these put in what they have seen when they come (caught_up), and the next number is above all of them.
 // What may go on is decided for the worst case: nodes that cannot be reached may have met elsewhere, so a minority that cannot prove the others gone ends
 // rather than be a second job under one name.
 
@@ -317,6 +319,23 @@ class Look {
 
 Step decide(const Round& round, const std::map<std::string, Peer>& peers, const Self& self, const Rules& rules) {
   return Look(round, peers, self, rules).step();
+}
+
+Round taken_over(const Round& seen, const std::string& server, int quorum) {
+  Round next = seen;
+  next.nodes = without(seen.nodes, server);
+  next.phase = Phase::Stopping;
+  if (seen.cause != Cause::Interrupt) next.cause = Cause::Lost;  // a job that was asked to end begins no other round
+  next.quorum = quorum;
+  next.reason = detail::concat("node ", server, ", which served the rendezvous, vanished");
+  return next;
+}
+
+std::optional<Round> caught_up(const Round& there, const Round& seen, const std::string& server) {
+  // Two rounds of one number are told apart by their workers' store, which is a new one each time.
+  const bool later = there.number > seen.number || (there.number == seen.number && there.master == seen.master);
+  if (later || there.phase == Phase::Finished) return std::nullopt;
+  return taken_over(seen, server, there.quorum);
 }
 
 std::string missing_nodes(const Round& round, const Rules& rules) {

@@ -116,6 +116,13 @@ struct Step {
 
 Step decide(const Round& round, const std::map<std::string, Peer>& peers, const Self& self, const Rules& rules);
 
+/// How a job goes on whose store went with the node `server`: from what one of the others, which serves it from then on, last saw. `quorum` as in Round.
+Round taken_over(const Round& seen, const std::string& server, int quorum);
+
+/// What one of the others, which comes to that store and finds `there`, has to put in its place: nothing, unless it has seen a later round, or another one of
+/// that number, which its workers may be of. Then the job goes on from that, and all end their workers first.
+std::optional<Round> caught_up(const Round& there, const Round& seen, const std::string& server);
+
 /// What a job waits for that has too few nodes to begin; empty where it has enough, or has begun.
 std::string missing_nodes(const Round& round, const Rules& rules);
 

@@ -96,6 +96,18 @@ TEST_P(Check, ComparesShapeDtypeReductionAndRoot) {
               expected("reduce to rank 1 of [] float32", "barrier"));
 }
 
+/// An engine reduces their bytes, by max and min, which is not what the ranks have asked for.
+TEST_P(Check, TruthValuesGoByTheirOwnName) {
+  const auto reducing = [&](at::ScalarType dtype, Op op) {
+    return [=, this](World& world) { all_reduce(world.group(), at::ones({3}, last(world) ? dtype : at::kBool), last(world) ? op : Op::Sum); };
+  };
+  const std::string mine = "collective #1 of world: " + others_ask() + "all_reduce of [3] bool; " + last_asks();
+  EXPECT_THAT(errors(reducing(at::kByte, Op::Max)), Each(mine + "all_reduce by max of [3] uint8"));
+  EXPECT_THAT(errors(reducing(at::kBool, Op::Max)), Each(mine + "all_reduce by max of [3] bool"));
+  EXPECT_THAT(errors(reducing(at::kBool, Op::Product)), Each(mine + "all_reduce by product of [3] bool"));
+  EXPECT_THAT(errors(reducing(at::kBool, Op::Sum)), Each(""));
+}
+
 TEST_P(Check, NamesWhoeverAsksForTheSameTogetherAndLongListsInPart) {
   const auto texts = errors([&](World& world) { all_reduce(world.group(), at::ones({world.rank() + 1})); });
   EXPECT_THAT(texts, Each(HasSubstr("rank 0 asks for all_reduce of [1] float32; rank 1 asks for all_reduce of [2] float32")));

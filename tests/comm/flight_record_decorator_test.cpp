@@ -48,6 +48,7 @@ TEST_F(FlightRecords, OfARunHoldEveryCall) {
                 if (world.rank() == 0) send(pair, at::ones({4}), 1, 2);
                 if (world.rank() == 1) recv(pair, at::ones({4}), 0, 2);
                 pending.wait();
+                all_reduce(group, at::ones({2}, at::kBool), Op::Product);
                 barrier(group);
               },
               {.decorators = {recording_into(dir, n, of_rank)}});
@@ -55,14 +56,16 @@ TEST_F(FlightRecords, OfARunHoldEveryCall) {
     for (int rank = 0; rank < n; ++rank) {
       const auto record = read(rank);
       EXPECT_TRUE(record.closed);
-      ASSERT_EQ(record.calls.size(), rank < 2 ? 4 : 3);
+      ASSERT_EQ(record.calls.size(), rank < 2 ? 5 : 4);
+      const auto& truth = record.calls[record.calls.size() - 2];
+      EXPECT_EQ(truth.dtype + " " + truth.reduction, "bool product") << "and not the bytes by which an engine does it";
       EXPECT_EQ(record.calls[0].site, "layers.0");
       EXPECT_EQ(record.calls[0].reduction, "max");
       EXPECT_EQ(record.calls[0].bytes, 12);
       EXPECT_EQ(record.calls[1].dtype, "int64");
       EXPECT_EQ(record.calls[1].site, "");
       EXPECT_EQ(record.calls.back().op, "barrier");
-      EXPECT_EQ(record.calls.back().sequence, 3);
+      EXPECT_EQ(record.calls.back().sequence, 4);
       for (const auto& call : record.calls) EXPECT_EQ(call.state, State::Completed) << call.op;
       if (rank >= 2) continue;
       EXPECT_EQ(record.calls[2].op, rank == 0 ? "send" : "recv");

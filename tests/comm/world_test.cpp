@@ -257,6 +257,67 @@ TEST(World, SeveralInOneProcessUnderALaunchersStore) {
   for (auto& rank : ranks) rank.join();
 }
 
+/// In the keys of an earlier world all have left already, so that nobody waits for a rank that has not.
+void expect_keys_of_its_own(World& world) {
+  auto until = at::full({1}, (std::chrono::steady_clock::now() + 200ms).time_since_epoch().count(), at::kLong);
+  broadcast(world.group(), until, 0);
+  const std::chrono::steady_clock::time_point when(std::chrono::steady_clock::duration(until.item<int64_t>()));
+  if (world.rank() == 0) std::this_thread::sleep_until(when);
+  EXPECT_TRUE(world.leave());
+  EXPECT_GE(std::chrono::steady_clock::now(), when);
+}
+
+/// `tessera run bash -c "tessera train ... && tessera eval ..."`: other processes, in whose launcher's store are the keys of the first ones.
+TEST(World, TwoProgramsUnderALaunchersStore) { run_rank_processes(2, "World.TwoProgramsUnderALaunchersStore", expect_keys_of_its_own, 60, "auto", 2); }
+
+/// As a job of torchrun's that goes on with more nodes, and then with as few as before: that is no attempt of its own.
+TEST(World, OfOtherSizesInOneStore) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  for (const int size : {2, 3, 2, 2}) {
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < size; ++rank) {
+      ranks.emplace_back([&, rank] {
+        auto world = World::join({.rank = rank, .size = size, .local_rank = rank, .local_size = size, .launched = true}, store, {.timeout = 20s});
+        expect_keys_of_its_own(world);
+      });
+    }
+    for (auto& rank : ranks) rank.join();
+  }
+}
+
+/// Rank 0 leaves last, so the others may come to their next world while it still serves the one before.
+TEST(World, ARankThatIsEarlyForTheNextOneWaitsUntilRankZeroServesIt) {
+  const int port = free_port();
+  const auto join = [port](int rank) {
+    return World::join({.rank = rank, .size = 2, .local_rank = rank, .local_size = 2, .master_addr = "127.0.0.1", .master_port = port, .launched = true},
+                       {.timeout = 20s});
+  };
+  const auto sum = [](const World& world) {
+    auto all = at::ones({2});
+    all_reduce(world.group(), all);
+    EXPECT_TRUE(world.reported_failure().empty());
+    return all[0].item<float>();
+  };
+  std::thread late([&] {
+    {
+      auto world = join(0);
+      EXPECT_EQ(sum(world), 2);
+      EXPECT_TRUE(world.leave());
+      std::this_thread::sleep_for(300ms);  // as a program does that has something left to write
+    }
+    EXPECT_EQ(sum(join(0)), 2);
+  });
+  std::thread early([&] {
+    {
+      auto world = join(1);
+      EXPECT_EQ(sum(world), 2);
+    }
+    EXPECT_EQ(sum(join(1)), 2);
+  });
+  late.join();
+  early.join();
+}
+
 TEST(World, NamesThePortInUse) {
   const auto other = serve_anywhere();
   const Environment environment{.rank = 0, .size = 2, .local_size = 2, .master_addr = "127.0.0.1", .master_port = other->getPort(), .launched = true};
@@ -286,11 +347,18 @@ TEST(World, RanksThatWereToldDifferentlyHowToMeetAllRefuse) {
     return said;
   };
   const WorldOptions usual{.timeout = 20s};
-  WorldOptions checked = usual, over_gloo = usual, by_ring = usual;
+  WorldOptions checked = usual, over_gloo = usual, by_ring = usual, by_table = usual;
+  by_table.rows = {{.op = "all_gather", .backend = "gloo", .algorithm = "ring", .bytes = 8, .ranks = 2, .time_us = 1}};
   checked.check = true, over_gloo.backend = "gloo", by_ring.algorithm = "ring";
   EXPECT_THAT(refusals({usual, checked}), testing::Each(HasSubstr("comm.check = false on rank 0, true on rank 1: all ranks of a run need the same")));
   EXPECT_THAT(refusals({usual, over_gloo, usual}), testing::Each(HasSubstr("comm.backend = auto on ranks 0, 2, gloo on rank 1")));
   EXPECT_THAT(refusals({by_ring, usual}), testing::Each(HasSubstr("comm.algorithm = ring on rank 0, auto on rank 1")));
+  EXPECT_THAT(refusals({by_table, usual}), testing::Each(AllOf(HasSubstr("comm.table = content "), HasSubstr(" on rank 0, no rows on rank 1"))));
+  EXPECT_THAT(refusals({usual, usual, by_table}), testing::Each(HasSubstr("comm.table = no rows on ranks 0, 1, content ")));
+  auto other_table = by_table;
+  other_table.rows[0].algorithm = "bruck";
+  EXPECT_THAT(refusals({by_table, other_table}), testing::Each(HasSubstr("comm.table = content ")));
+  EXPECT_THAT(refusals({by_table, by_table}), testing::Each("no exception"));
   EXPECT_THAT(refusals({checked, checked}), testing::Each("no exception"));
 }
 

@@ -35,6 +35,43 @@ TEST(Rendezvous, AnAgentOfAnotherJobIsToldWhosePlaceItIs) {
   EXPECT_EQ(told("k", port), "the job there has --rdzv-id j, this agent k; give all agents of a job the same");
 }
 
+/// The one that takes over the store has not seen the last round, of which the workers of the one that comes to it may be.
+TEST(Rendezvous, AStoreThatTakesOverIsBroughtUpToDate) {
+  const int port = comm::try_listen({host, 0})->port();
+  const auto options = [&](bool serves) {
+    return RendezvousOptions{.endpoint = comm::Endpoint{host, port}, .run_id = "j", .rules = {.min_nodes = 1, .max_nodes = 3}, .serves = serves};
+  };
+  auto serves = std::make_unique<Rendezvous>(options(true));
+  auto of_server = serves->connect();
+  Rendezvous takes_over(options(false)), comes(options(false));
+  auto of_first = takes_over.connect(), of_second = comes.connect();
+
+  const Round joining = of_server->exchange({}, std::nullopt, {}).round;
+  Round first = joining;
+  first.phase = Phase::Stopping;
+  first.number = 1;
+  first.nodes = {serves->node(), takes_over.node(), comes.node()};
+  first.master = {host, 1};
+  of_server->exchange({}, Proposal{joining, first}, {});
+  takes_over.note(of_first->exchange({}, std::nullopt, {}).round);
+  Round second = first;
+  second.phase = Phase::Running;
+  second.number = 2;
+  second.master = {host, 2};
+  of_server->exchange({}, Proposal{first, second}, {});
+  comes.note(of_second->exchange({}, std::nullopt, {}).round);
+
+  const std::string server = serves->node().id;
+  for (auto* board : {&of_server, &of_first, &of_second}) board->reset();
+  serves.reset();
+  of_first = takes_over.connect();
+  EXPECT_EQ(of_first->exchange({}, std::nullopt, {}).round.number, 1);
+  of_second = comes.connect();
+  const Round found = of_second->exchange({}, std::nullopt, {}).round;
+  EXPECT_EQ(found, taken_over(second, server, 0));
+  EXPECT_EQ(of_first->exchange({}, std::nullopt, {}).round, found);
+}
+
 TEST(Rendezvous, AStoreThatNoAgentServesIsNamed) {
   const auto store = comm::serve_store({host, 0});
   EXPECT_THAT(told("j", store->getPort()), AllOf(HasSubstr("the store there is not served by an agent"), HasSubstr("another --rdzv-endpoint")));

@@ -32,6 +32,9 @@ class Job {
     bool alive = true;
     std::optional<Step> left;
     std::vector<int64_t> started;  ///< rounds
+    comm::Endpoint master;         ///< of the last of them
+    std::string server;            ///< whose store it uses
+    c10::intrusive_ptr<c10d::HashStore> spare = c10::make_intrusive<c10d::HashStore>();
   };
 
   explicit Job(int count, Rules rules = {.min_nodes = 1, .max_nodes = 3}) : rules_(std::move(rules)) {
@@ -43,9 +46,8 @@ class Job {
     auto agent = std::make_unique<Agent>();
     const std::string id = "n" + std::to_string(agents.size());
     agent->self.node = {.id = id, .address = "10.0.0." + std::to_string(agents.size()), .nproc = nproc};
-    const Round initial{.nnodes = std::to_string(rules_.min_nodes) + ":" + std::to_string(rules_.max_nodes), .job = "drawn by " + id};
-    agent->board = std::make_unique<Board>(store_, "job/", id, initial, [this](const Node& node) { return proven_gone && !by_id(node.id).alive; });
     agents.push_back(std::move(agent));
+    if (serves_.empty()) serves_ = id;
     return *agents.back();
   }
 
@@ -57,9 +59,23 @@ class Job {
     for (int tick = 0; tick < seconds * 10; ++tick) {
       now_ += 100ms;
       for (const auto& agent : agents) {
-        if (agent->alive && !agent->left) act(*agent);
+        if (!agent->alive || agent->left || (is_slow && is_slow())) continue;
+        act(*agent);
+        if (server_dies_after_ && by_id(serves_).view->round.number > doomed_round_ && --*server_dies_after_ < 0) kill_server();
       }
     }
+  }
+
+  /// Whoever serves, and its store with it.
+  void kill_server() {
+    by_id(serves_).alive = false;
+    server_dies_after_.reset();
+  }
+
+  /// It dies after so many looks of all, counted from now or from when a later round has begun.
+  void doom_server(int looks, bool after_next_round) {
+    doomed_round_ = by_id(serves_).view->round.number - (after_next_round ? 0 : 1);
+    server_dies_after_ = looks;
   }
 
   const Round& round() {
@@ -75,6 +91,10 @@ class Job {
     return ids;
   }
 
+  int64_t living_members() {
+    return std::ranges::count_if(round().nodes, [&](const Node& node) { return by_id(node.id).alive; });
+  }
+
   static void fail(Agent& agent, Ending ending) {
     agent.self.record.failures.push_back(std::move(ending));
     agent.self.failed = true;
@@ -86,10 +106,43 @@ class Job {
 
   std::vector<std::unique_ptr<Agent>> agents;
   bool proven_gone = false;
-  bool obedient = true;  ///< workers that are asked to end do so with 0
+  bool obedient = true;           ///< workers that are asked to end do so with 0
+  bool stores_die = false;        ///< with their agents: the others then meet in a spare one
+  std::function<bool()> is_slow;  ///< whether an agent does not come to look this time
 
  private:
+  /// As Rendezvous does where a host that is gone says so. False: nobody serves yet.
+  bool meet(Agent& agent) {
+    if (agent.board && (by_id(agent.server).alive || !stores_die)) return true;
+    if (!agent.view) return use(agent, serves_);
+    const Round& seen = agent.view->round;
+    for (const Node& node : seen.nodes) {
+      if (node.id == agent.server || !by_id(node.id).alive) continue;
+      c10d::Store& store = *by_id(node.id).spare;
+      if (node.id == agent.self.node.id) {
+        store.compareSet("job/round", "", write_round(taken_over(seen, agent.server, 0)));
+        serves_ = node.id;
+      } else if (!store.check({"job/round"})) {
+        return false;
+      } else if (const std::string there = store.get_to_str("job/round"); const auto wanted = caught_up(read_round(there), seen, agent.server)) {
+        store.compareSet("job/round", there, write_round(*wanted));
+      }
+      return use(agent, node.id);
+    }
+    return false;
+  }
+
+  bool use(Agent& agent, const std::string& server) {
+    if (stores_die && !by_id(server).alive) return false;
+    agent.server = server;
+    const std::string& id = agent.self.node.id;
+    const Round initial{.nnodes = std::to_string(rules_.min_nodes) + ":" + std::to_string(rules_.max_nodes), .job = "drawn by " + id};
+    agent.board = std::make_unique<Board>(by_id(server).spare, "job/", id, initial, [this](const Node& node) { return proven_gone && !by_id(node.id).alive; });
+    return true;
+  }
+
   void act(Agent& agent) {
+    if (!meet(agent)) return;
     std::optional<Proposal> proposal;
     for (int change = 0; change < 4; ++change) {
       ++agent.self.record.beat;
@@ -106,12 +159,13 @@ class Job {
           proposal = Proposal{agent.view->round, step.proposal};
           break;
         case Step::Act::Serve:
-          agent.self.serving = {step.number, {agent.self.node.address, 7}};
+          agent.self.serving = {step.number, {agent.self.node.address, ++port_}};
           break;
         case Step::Act::Start:
           agent.self.record = {.beat = agent.self.record.beat, .round = agent.view->round.number, .running = true};
           agent.self.failed = false;
           agent.started.push_back(agent.view->round.number);
+          agent.master = agent.view->round.master;
           break;
         case Step::Act::Stop:
           agent.self.record.running = false;
@@ -125,7 +179,10 @@ class Job {
   }
 
   Rules rules_;
-  c10::intrusive_ptr<c10d::HashStore> store_ = c10::make_intrusive<c10d::HashStore>();
+  std::string serves_;
+  int port_ = 0;
+  std::optional<int> server_dies_after_;
+  int64_t doomed_round_ = 0;
   Board::Clock::time_point now_{};
 };
 
@@ -463,19 +520,56 @@ TEST(Round, AFinishedJobOfThatNameIsNotOurs) {
   EXPECT_EQ(decide(round, {}, self, {}).exit_code, 1);
 }
 
+/// The agent that serves begins a round, of which one of the others hears, and the one that takes over does not.
+TEST(Round, OneThatATakeoverHasNotSeenIsNotBegunAgain) {
+  Job job(3, {.min_nodes = 2, .max_nodes = 3, .max_restarts = 5});
+  job.proven_gone = job.stores_die = true;
+  job.pass(1);
+  Job::fail(job[2], {4, status_of_exit(3), ""});
+  int looks = 0;
+  job.is_slow = [&] { return ++looks > 6 && looks % 3 == 2; };  // n1, once all have ended their workers
+  job.pass(0.5);
+  ASSERT_THAT(job[2].started, ElementsAre(1, 2));
+  ASSERT_THAT(job[1].started, ElementsAre(1));
+  job.kill_server();
+  job.is_slow = {};
+  job.pass(5);
+  EXPECT_EQ(job.round().phase, Phase::Running);
+  EXPECT_EQ(job.round().number, 3);
+  EXPECT_THAT(job.members(), ElementsAre("n1", "n2"));
+  EXPECT_THAT(job[2].started, ElementsAre(1, 2, 3));
+  EXPECT_EQ(job[1].master, job[2].master);
+  EXPECT_EQ(job.round().restarts, 1) << "as of the round that was begun";
+}
+
+TEST(Round, ATakeoverOfAJobThatWasAskedToEndStartsNothing) {
+  const Round seen{.phase = Phase::Stopping, .number = 4, .nodes = {{.id = "gone"}, {.id = "me"}}, .cause = Cause::Interrupt, .signal = SIGTERM};
+  EXPECT_EQ(taken_over(seen, "gone", 0).cause, Cause::Interrupt);
+  const Self self{.node = {.id = "me"}, .record = {.round = 4, .clean = true}};
+  EXPECT_EQ(decide(taken_over(seen, "gone", 0), {}, self, {.min_nodes = 1, .max_nodes = 2}).proposal.phase, Phase::Finished);
+}
+
 /// Whatever happens in whatever order: a round's workers are started once by each of its members, and in the end all agents that live agree.
 TEST(Round, HoldsTogetherUnderRandomFaults) {
-  for (uint32_t seed = 0; seed < 60; ++seed) {
+  for (uint32_t seed = 0; seed < 120; ++seed) {
     std::mt19937 random(seed);
     Job job(3, {.min_nodes = 1, .max_nodes = 4, .max_restarts = 100});
     job.proven_gone = true;
+    job.stores_die = seed >= 60;
     job.pass(4);
+    if (job.stores_die) job.is_slow = [&] { return random() % 2 == 0; };
     for (int event = 0; event < 6; ++event) {
       auto& agent = job[random() % job.agents.size()];
       const bool could_die = agent.alive && std::ranges::count_if(job.agents, [](const auto& a) { return a->alive; }) > 1;
       switch (random() % 3) {
         case 0:
-          if (could_die) agent.alive = false;
+          if (job.stores_die && agent.self.record.running && job.living_members() > 1) {  // the store goes while a round ends, at whatever moment
+            Job::fail(agent, {0, status_of_exit(3), ""});
+            const bool begins = random() % 4 != 0;
+            job.doom_server(static_cast<int>(random() % (begins ? 4 : 20)), begins);
+          } else if (could_die && !job.stores_die) {
+            agent.alive = false;
+          }
           break;
         case 1:
           job.add(1);
@@ -485,7 +579,9 @@ TEST(Round, HoldsTogetherUnderRandomFaults) {
       }
       job.pass(static_cast<double>(random() % 30) / 10);
     }
-    job.pass(8);
+    job.pass(16);
+    job.is_slow = {};
+    job.pass(1);
     ASSERT_EQ(job.round().phase, Phase::Running) << seed;
     for (const auto& agent : job.agents) {
       EXPECT_TRUE(std::ranges::adjacent_find(agent->started, std::greater_equal<>()) == agent->started.end()) << seed;
@@ -493,6 +589,7 @@ TEST(Round, HoldsTogetherUnderRandomFaults) {
       EXPECT_EQ(agent->view->round, job.round()) << seed;
       const bool member = place_of(job.round(), agent->self.node.id).has_value();
       EXPECT_EQ(agent->self.record.running && agent->self.record.round == job.round().number, member) << seed;
+      if (member) EXPECT_EQ(agent->master, job.round().master) << seed;
     }
     for (const auto& agent : job.agents) {
       if (agent->alive && agent->self.record.running) Job::finish(*agent);

@@ -62,6 +62,15 @@ void given_up_while_joining(Membership membership) {
   CHECK(std::chrono::steady_clock::now() - start < membership.timeout / 2);
 }
 
+/// Where what an earlier group said is still there, rank 0's offer is to nobody, and its answer to others.
+void answered_before_it_asked(Membership membership) {
+  LocalDirectory directory;
+  directory.set("offer", "0\n0\n\n");
+  directory.set("answer", "shared");
+  membership.rank = 1;
+  CHECK(failure_of([&] { Session late(membership, directory); }).find("its answer is not to this group") != std::string::npos);
+}
+
 void timed_out(Membership membership) {
   membership.timeout = std::chrono::milliseconds(200);
   const auto text = failure_of([&] {
@@ -105,6 +114,7 @@ int main() {
         run(membership, everything);
         aborted(membership);
         given_up_while_joining(membership);
+        answered_before_it_asked(membership);
         timed_out(membership);
         disagreeing(membership);
         std::printf("%d ranks as %s: fine\n", size, as_processes ? "processes" : "threads");

@@ -189,6 +189,20 @@ class Launching(RunTest):
         losses = [[row["loss"] for row in metrics(log)] for log in (alone, self.folder / "nodes")]
         self.assertEqual(losses[0], losses[1])
 
+    def test_two_programs_of_one_attempt_each_meet_anew(self):
+        train = f"{TESSERA} train {self.recipe} --set log.dir={self.folder}/log --set run.steps=3"
+        read = f"{TESSERA} eval --checkpoint {self.folder}/ckpt --file {self.folder}/held_out.txt --seq-len 16 --json"
+        line = ("--nproc-per-node=2", "--", "bash", "-c")
+        both = self.start(*line, f"{train} --set checkpoint.dir={self.folder}/ckpt && {read}")
+        self.ends(both, 0, 60)
+        self.assertGreater(json.loads(both.text().splitlines()[-1])["loss"], 1)
+        # What the ranks of the second one are told is compared, whatever those of the first had been told.
+        for backend in ("auto", "gloo"):
+            train_by = f"{train} --set comm.backend={backend}"
+            apart = self.start(*line, f"{train_by} && {train_by} --set comm.check=$([ $RANK = 0 ] && echo true || echo false)")
+            self.ends(apart, 2, 60)
+            self.assertIn("comm.check = true on rank 0, false on rank 1", apart.last_line())
+
     def test_an_example_runs_on_static_nodes(self):
         line = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={self.port}"]
         agents = [self.start(*line, f"--node-rank={rank}", "--", BUILD / "examples/toy_ddp") for rank in (1, 0)]

@@ -43,7 +43,7 @@ CollectiveEvent event_of(const Call& call, const GroupInfo& group) {
           .elements = c10::multiply_integers(shape),
           .bytes = bytes,
           .sent_bytes = bytes_sent(call, group, bytes),
-          .dtype = call.dtype(),
+          .dtype = call.named_dtype(),
           .site = std::string(CallSite::current())};
 }
 

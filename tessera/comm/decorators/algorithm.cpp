@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "tessera/comm/algorithms/execute.h"
@@ -12,7 +11,6 @@
 #include "tessera/comm/failure.h"
 #include "tessera/comm/meeting/hosts.h"
 #include "tessera/core/error.h"
-#include "tessera/core/hash.h"
 
 // All plans of a group send under one tag, so their messages are told apart by order alone: one queue runs them one after the other, and a collective that
 // stays with the engine waits for the last of them. A plan that failed may have messages under way that the next one would take for its own: from then on the
@@ -91,14 +89,6 @@ std::vector<int> hosts_of(const GroupInfo& group, c10d::Store& store) {
   return Hosts(hosts).host_of_members();
 }
 
-// Ranks that read different tables would send each other different messages.
-void check_same_table(const AlgorithmChoice& choice, const Environment& environment, c10d::Store& store) {
-  const auto text = nlohmann::json(choice.rows()).dump();
-  const auto mine = fmt::format("{:016x}", hash_bytes(text.data(), text.size()));
-  if (environment.rank == 0) store.set("table", mine);
-  require(store.get_to_str("table") == mine, "comm.table: rank ", environment.rank, " reads another table than rank 0; give all ranks the same file");
-}
-
 }  // namespace
 
 std::shared_ptr<Engine> make_algorithm_engine(std::shared_ptr<const AlgorithmChoice> choice, std::vector<int> hosts, const GroupInfo& group,
@@ -108,7 +98,6 @@ std::shared_ptr<Engine> make_algorithm_engine(std::shared_ptr<const AlgorithmCho
 
 Decorator algorithm_choice(std::shared_ptr<const AlgorithmChoice> choice, const DecoratorContext& context) {
   const auto store = c10::make_intrusive<c10d::PrefixStore>("algorithm", context.store);
-  if (!choice->rows().empty()) check_same_table(*choice, context.environment, *store);
   const bool needs_hosts = choice->needs_hosts();
   if (needs_hosts) store->set(fmt::format("host/{}", context.environment.rank), context.options.host.empty() ? host_identity() : context.options.host);
   return [choice, store, needs_hosts](std::shared_ptr<Engine> inner, const GroupInfo& group) {

@@ -15,7 +15,7 @@ namespace tessera::comm {
 std::shared_ptr<Engine> make_algorithm_engine(std::shared_ptr<const AlgorithmChoice> choice, std::vector<int> hosts, const GroupInfo& group,
                                               std::shared_ptr<Engine> inner);
 
-/// The same for every group of a world: hosts and tables are told through its store. Throws ConfigError where ranks read different tables.
+/// The same for every group of a world, whose ranks all chose alike: hosts are told through its store.
 Decorator algorithm_choice(std::shared_ptr<const AlgorithmChoice> choice, const DecoratorContext& context);
 
 }  // namespace tessera::comm

@@ -44,13 +44,14 @@ std::string tensor_text(c10::IntArrayRef shape, c10::ScalarType dtype) { return 
 std::string agreed_of(const Call& call, const GroupInfo& group) {
   std::string text(to_string(call.op));
   if (call.op == Operation::Barrier) return text;
-  if (call.reduction && call.reduction != Op::Sum) text += fmt::format(" by {}", to_string(*call.reduction));  // a sum is what one expects
+  const auto reduction = call.named_reduction();
+  if (reduction && reduction != Op::Sum) text += fmt::format(" by {}", to_string(*reduction));  // a sum is what one expects
   if (call.peer >= 0) text += fmt::format("{}{}", towards_root(call.op), group.world_rank(call.peer));
   const auto shape = call.whole(group.size);
   const c10::IntArrayRef whole(shape);
   // Ranks give different numbers of rows; the rows themselves are of one shape.
   if (call.op == Operation::AllToAll) return text + " of rows " + tensor_text(whole.empty() ? whole : whole.slice(1), call.dtype());
-  return text + " of " + tensor_text(whole, call.dtype());
+  return text + " of " + tensor_text(whole, call.named_dtype());
 }
 
 /// Ranks that ask for the same.

@@ -225,8 +225,9 @@ uint64_t FlightRecord::enter(const GroupSlot& group, const Call& call, uint64_t 
   entry.peer = call.peer;
   entry.tag = call.tag;
   write_text(entry.op, to_string(call.op));
-  write_text(entry.dtype, dtype_name(call.dtype()));
-  write_text(entry.reduction, call.reduction ? to_string(*call.reduction) : std::string_view());
+  const auto reduction = call.named_reduction();
+  write_text(entry.dtype, dtype_name(call.named_dtype()));
+  write_text(entry.reduction, reduction ? to_string(*reduction) : std::string_view());
   write_site(entry.site, CallSite::current());
   publish(entry.published, number + 1);
   return number;

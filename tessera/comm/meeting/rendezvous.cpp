@@ -1,8 +1,6 @@
 #include "tessera/comm/meeting/rendezvous.h"
 
 #include <algorithm>
-#include <map>
-#include <mutex>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -21,7 +19,9 @@
 
 // Torch's store client tells a user who waits nothing, and in the end that time is over. So the address is tried by plain connections until somebody listens,
 // and only then does the client join. Who is last to announce itself sets one key, at which all look; the keys of single ranks are read only to say who is
-// missing. Stores of a launcher or of mpirun outlive a world, so attempts and worlds have keys of their own.
+// missing. A launcher's store outlives a world and the process that made it, and rank 0's own one is still there for a moment when another rank has gone on to
+// the next world already. So each world has keys of its own, by a number that the store gives out: what a process remembers ends with it, while its launcher
+// may start another one in its place.
 
 namespace tessera::comm {
 namespace {
@@ -73,8 +73,7 @@ class Rendezvous {
 
   Meeting meet() {
     try {
-      const bool open = master_.hosts.empty() || master_.port == 0;
-      Store store = open ? learn_and_connect() : connect();
+      Store store = connect();
       announce(store);
       return {std::move(store), master_.hosts.front(), local_address_};
     } catch (const ConfigError&) {
@@ -90,19 +89,9 @@ class Rendezvous {
   bool serves() const { return environment_.rank == 0 && !environment_.agent_store; }
 
   Store connect() {
-    if (serves()) return serve();
-    auto store = reach();
-    const int earlier = environment_.agent_store ? earlier_worlds() : 0;
-    if (earlier > 0) store = c10::make_intrusive<c10d::PrefixStore>(detail::concat("world/", earlier), std::move(store));
-    return store;
-  }
-
-  // The launcher's store outlives a world: the next one of the process, which is the next one on every rank, must not find its keys. Ranks may be threads.
-  int earlier_worlds() const {
-    static std::mutex mutex;
-    static std::map<std::string, int> worlds;
-    const std::lock_guard lock(mutex);
-    return worlds[detail::concat(environment_.rank, " of ", master_.describe(), ", ", environment_.restart_count)]++;
+    if (master_.hosts.empty() || master_.port == 0) return learn_and_connect();
+    outlives_worlds_ = environment_.agent_store;
+    return serves() ? next_world(serve(), environment_).store : reach();
   }
 
   // Rank 0's port is known once it serves; what it tells is "port host host ...". Later worlds of the process meet at the same place, under keys of their own.
@@ -116,9 +105,10 @@ class Rendezvous {
       place.told = mpi_library().share(environment_, master_.told(), backend_ == "mpi");
     }
     master_ = Master::from(place.told);
-    auto store = environment_.rank == 0 ? place.served : reach();
-    if (environment_.rank == 0) local_address_ = own_address();
-    return c10::make_intrusive<c10d::PrefixStore>(detail::concat("world/", place.worlds++), std::move(store));
+    outlives_worlds_ = true;
+    if (environment_.rank != 0) return reach();
+    local_address_ = own_address();
+    return next_world(place.served, environment_).store;
   }
 
   Store serve_anywhere() {
@@ -161,9 +151,11 @@ class Rendezvous {
       for (const auto& host : master_.hosts) {
         auto found = probe({.host = host, .port = master_.port}, std::min(until(deadline_), milliseconds(5000)));
         if (found.problem.empty()) {
-          local_address_ = std::move(found.local_address);
-          master_.hosts = {host};
-          return join_store({.host = host, .port = master_.port}, until(deadline_));
+          if (Store store = join(host, found.problem)) {
+            local_address_ = std::move(found.local_address);
+            master_.hosts = {host};
+            return store;
+          }
         }
         problem = std::move(found.problem);
       }
@@ -173,8 +165,21 @@ class Rendezvous {
     }
   }
 
+  // Rank 0 serves a store for one world alone. In one where this rank has begun a world before, rank 0 is about to end that world; it may close at any moment.
+  Store join(const std::string& host, std::string& problem) const {
+    try {
+      auto world = next_world(join_store({.host = host, .port = master_.port}, until(deadline_)), environment_);
+      if (world.number == 0 || outlives_worlds_) return std::move(world.store);
+      problem = "the store there is that of an earlier world of these ranks";
+    } catch (...) {
+      if (outlives_worlds_) throw;
+      problem = message_of(std::current_exception());
+    }
+    return {};
+  }
+
   void announce(const Store& store) {
-    const auto here = c10::make_intrusive<c10d::PrefixStore>(detail::concat("rendezvous/", environment_.restart_count), store);
+    const auto here = c10::make_intrusive<c10d::PrefixStore>("rendezvous", store);
     here->set(std::to_string(environment_.rank), "here");
     if (here->add(kCount, 1) == environment_.size) here->set(kComplete, "yes");
     for (auto pause = milliseconds(1); !here->check({kComplete}); pause = std::min(2 * pause, milliseconds(50))) {
@@ -210,11 +215,18 @@ class Rendezvous {
   const Clock::time_point deadline_;
   const Clock::time_point patient_until_;
   bool said_ = false;
+  bool outlives_worlds_ = false;  ///< the store; otherwise rank 0 serves one for each world
   Master master_;
   std::string local_address_;
 };
 
 }  // namespace
+
+NextWorld next_world(Store store, const Environment& environment) {
+  const auto alike = detail::concat("tessera/attempt/", environment.restart_count, "/of/", environment.size);
+  const auto number = store->add(detail::concat(alike, "/begun_by/", environment.rank), 1) - 1;
+  return {.store = c10::make_intrusive<c10d::PrefixStore>(detail::concat(alike, "/world/", number), std::move(store)), .number = number};
+}
 
 Meeting rendezvous(const Environment& environment, milliseconds timeout, const std::string& backend) {
   return Rendezvous(environment, timeout, backend).meet();

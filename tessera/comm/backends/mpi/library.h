@@ -27,7 +27,6 @@ class MpiLibrary {
   struct MeetingPlace {
     std::string told;                        ///< what rank 0 shared; empty before
     c10::intrusive_ptr<c10d::Store> served;  ///< at rank 0: lives as long as the process, for MPI cannot be asked again
-    int worlds = 0;
   };
   MeetingPlace meeting_place;
 };

@@ -132,6 +132,10 @@ std::shared_ptr<Segment> Session::follow(Directory& directory) {
   }
   const auto answer = directory.get(kAnswer);
   if (answer.starts_with("failed: ")) throw Failure(answer.substr(8));
+  if (answer == kShared && !segment) {  // as this one never said that it could read it
+    throw Failure("rank 0 takes its segment for one that all share, which rank " + std::to_string(rank()) +
+                  " cannot read: its answer is not to this group; has another group met under the same keys of the store?");
+  }
   if (answer == kShared) return segment;
   peers_read_files_ = false;
   return std::make_shared<Segment>(Segment::open(answer, layout_.total, membership_.folder));
