@@ -35,7 +35,7 @@ namespace {
 constexpr int64_t kWorthwhile = int64_t{1} << 21;
 constexpr int64_t kShortestSide = 8;
 
-const Ambient<bool> fast_here;
+const Ambient<bool> wanted_here;
 
 std::string maker_of_processor() {
 #if defined(__x86_64__)
@@ -61,7 +61,7 @@ bool has_no_gaps(const at::Tensor& matrix) { return matrix.is_contiguous() || ma
 bool is_plain(const at::Tensor& tensor) { return tensor.scalar_type() == at::kFloat && tensor.dim() == 2 && !tensor.is_neg(); }
 
 bool is_faster(const at::Tensor& left, const at::Tensor& right) {
-  if (!*fast_here || !is_plain(left) || !is_plain(right) || left.size(1) != right.size(0)) return false;
+  if (!*wanted_here || !cpu_products().onednn || !is_plain(left) || !is_plain(right) || left.size(1) != right.size(0)) return false;
   const int64_t rows = left.size(0), inner = left.size(1), columns = right.size(1);
   return std::min({rows, inner, columns}) >= kShortestSide && rows * inner * columns >= kWorthwhile && has_no_gaps(left) && has_no_gaps(right);
 }
@@ -129,7 +129,8 @@ const CpuProducts& cpu_products() {
   return products;
 }
 
-FastProducts::FastProducts(bool fast) : former_(std::exchange(*fast_here, fast && cpu_products().onednn)) {}
-FastProducts::~FastProducts() { *fast_here = former_; }
+FastProducts::FastProducts(bool fast) : former_(std::exchange(*wanted_here, fast)) {}
+FastProducts::~FastProducts() { *wanted_here = former_; }
+bool FastProducts::are_wanted() { return *wanted_here; }
 
 }  // namespace tessera::kernels

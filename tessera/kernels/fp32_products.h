@@ -30,6 +30,9 @@ class FastProducts {
   FastProducts(const FastProducts&) = delete;
   FastProducts& operator=(const FastProducts&) = delete;
 
+  /// Whether this thread has one that says so, whatever cpu_products() says: what a thread that computes on its behalf is given.
+  static bool are_wanted();
+
  private:
   bool former_;
 };

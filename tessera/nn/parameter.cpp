@@ -13,6 +13,7 @@
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/init_tape.h"
 #include "tessera/nn/kept_memory.h"
+#include "tessera/nn/late_updates.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/sharing.h"
 
@@ -29,6 +30,7 @@ struct ParameterData : c10::BackendMeta {
   std::shared_ptr<const Origin> origin;
   bool keeps_memory = false, kept_beside = false, follows = false, terms_summed = false, given = false;
   int64_t times_given = 0;
+  int64_t late_updates = 0;
   int64_t sums_of_terms = 0;  ///< calls of sum_terms that began with it
   std::vector<Sharing> sharings;
   std::vector<Dealt> dealt;
@@ -271,6 +273,18 @@ at::Tensor updated_for(const at::Tensor& tensor) {
   if (!data || !data->updated_for) return tensor;
   auto parameter = data->updated_for->lock();
   return parameter ? at::Tensor(std::move(parameter)) : at::Tensor();
+}
+
+void note_late_update(const at::Tensor& updated) {
+  const at::Tensor parameter = updated_for(updated);
+  if (!parameter.defined() || parameter.is_same(updated)) return;  // what is updated itself has no parts
+  change(parameter, [](ParameterData& data) { ++data.late_updates; });
+}
+
+int64_t late_updates(const at::Tensor& updated) {
+  const at::Tensor parameter = updated_for(updated);
+  const auto data = parameter.defined() ? data_of(parameter) : nullptr;
+  return data ? data->late_updates : 0;
 }
 
 WriteMark::WriteMark(const at::Tensor& tensor) : writes_(tensor._version()) {

@@ -10,13 +10,19 @@
 #include "tessera/core/error.h"
 #include "tessera/core/hash_tensor.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/kernels/fp32_products.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/late_updates.h"
 #include "tessera/nn/names.h"
 
 // Where the three streams meet: a gradient leaves behind what the device was asked for (its reduction, clipping, parameters that come back); the host waits for
 // it before it reads it, or writes the copy of its parameter; parameters come back behind what was asked for, too, for they were read until now.
 
 namespace tessera {
+
+namespace {
+bool is_among(const std::vector<size_t>& indices, size_t index) { return std::ranges::find(indices, index) != indices.end(); }
+}  // namespace
 
 HostOptimizer::HostOptimizer(const std::vector<nn::NamedParameter>& parameters, at::Device device, const Build& build, int64_t piece_bytes, bool delayed)
     : Optimizer(std::vector{optim::ParameterGroup{parameters}}), link_(device), piece_bytes_(piece_bytes), delayed_(delayed) {
@@ -38,21 +44,21 @@ HostOptimizer::HostOptimizer(const std::vector<nn::NamedParameter>& parameters, 
 std::vector<optim::StateTensor> HostOptimizer::state() const {
   const HostMemory beside;
   await_update();
-  return with_next(inner_->state());
+  return with_next(inner_->state(), loading_);
 }
 
 std::vector<optim::StateTensor> HostOptimizer::state_to_save() const {
   await_update();
-  return with_next(inner_->state_to_save());
+  return with_next(inner_->state_to_save(), {});
 }
 
-/// A delayed update is one ahead of the weights: also of what was frozen since. Of what has none under way the copy is what the parameter is by now.
-std::vector<optim::StateTensor> HostOptimizer::with_next(std::vector<optim::StateTensor> state) const {
-  for (const size_t i : ahead_) refuse_written(i);
+/// A delayed update is one ahead of the weights: also of what was frozen since. Of what has none under way the copy is what the parameter is by now. What is
+/// being loaded is left as it is, and so is what was written beside its update, which the load replaces.
+std::vector<optim::StateTensor> HostOptimizer::with_next(std::vector<optim::StateTensor> state, const std::vector<size_t>& loading) const {
   for (size_t i = 0; delayed_ && i < parameters_.size(); ++i) {
-    const bool is_ahead = std::ranges::find(ahead_, i) != ahead_.end();
-    if (!parameters_[i].tensor.requires_grad() && !is_ahead) continue;
-    if (!is_ahead) follow(i);
+    const bool is_loaded = is_among(loading, i), is_ahead = is_among(ahead_, i);
+    if (!parameters_[i].tensor.requires_grad() && !is_ahead && !is_loaded) continue;
+    if (!is_loaded) is_ahead ? refuse_written(i) : follow(i);
     state.push_back({parameters_[i].name, std::string(optim::kNextState), beside_[i].copy.detach(), nn::slice_of(parameters_[i].tensor)});
   }
   return state;
@@ -61,6 +67,7 @@ std::vector<optim::StateTensor> HostOptimizer::with_next(std::vector<optim::Stat
 void HostOptimizer::follow_all_but(const std::set<std::string>& ahead) {
   const c10::NoGradGuard no_grad;
   await_update();
+  end_loading();
   const auto is_ahead = [&](size_t i) { return ahead.contains(parameters_[i].name); };
   std::erase_if(ahead_, std::not_fn(is_ahead));
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -73,21 +80,31 @@ void HostOptimizer::hold_state(const std::map<std::string, int64_t>& counts) {
   const HostMemory beside;
   await_update();
   inner_->hold_state(counts);
-  for (size_t i = 0; delayed_ && i < parameters_.size(); ++i) {  // each may be one update ahead; follow_all_but() will tell
-    if (!counts.contains(parameters_[i].name) || std::ranges::find(ahead_, i) != ahead_.end()) continue;
-    follow(i);
-    ahead_.push_back(i);
-    beside_[i].writes = {};  // what is loaded next is no write beside an update
+  loading_.clear();
+  for (size_t i = 0; delayed_ && i < parameters_.size(); ++i) {
+    if (!counts.contains(parameters_[i].name)) continue;
+    if (!is_among(ahead_, i)) follow(i);
+    loading_.push_back(i);
   }
+}
+
+/// Something was loaded. What hold_state() has named may be one update ahead from now on, and not before: where what was to come is refused, all is as it was.
+void HostOptimizer::end_loading() {
+  for (const size_t i : std::exchange(loading_, {})) {
+    if (!is_among(ahead_, i)) ahead_.push_back(i);
+  }
+  // Of the update that was under way, which a step without a gradient of its own would make once more.
+  for (auto& own : beside_) own.copy.mutable_grad() = at::Tensor();
 }
 
 void HostOptimizer::counts_changed() {
   await_update();
-  // Of a delayed run that is taken up every copy may be ahead.
+  end_loading();
+  // Of a delayed run that is taken up every copy may be ahead; follow_all_but() will tell.
   if (delayed_ && ahead_.empty()) {
     for (size_t i = 0; i < parameters_.size(); ++i) ahead_.push_back(i);
   }
-  for (auto& own : beside_) own.writes = {};
+  for (auto& own : beside_) own.writes = {};  // what was loaded is no write beside an update
   inner_->set_update_counts(update_counts());
 }
 
@@ -127,6 +144,7 @@ void HostOptimizer::send_gradient(size_t index, const at::Tensor& gradient) {
 
 void HostOptimizer::prepare(const std::vector<Batch>& batches) {
   const HostMemory beside;
+  loading_.clear();
   show_update();
   {
     const MemoryScope scope(MemoryCategory::Gradients);
@@ -162,6 +180,7 @@ void HostOptimizer::show_update() {
       own.copy.mutable_grad() = at::Tensor();
       at::Tensor(parameters_[index].tensor).copy_(own.copy, /*non_blocking=*/true);
       own.writes = nn::WriteMark(parameters_[index].tensor);
+      nn::note_late_update(parameters_[index].tensor);
     }
   }
   ahead_.clear();
@@ -195,10 +214,12 @@ void HostOptimizer::update_later(const Batch& batch) {
     inner_->apply(terms);
   };
   if (link_.device.is_meta()) return make();
-  under_way_ = std::async(std::launch::async, [make, context = MemoryContext::current(), threads = at::get_num_threads(), kernels = kernels::kernel_choices()] {
+  under_way_ = std::async(std::launch::async, [make, context = MemoryContext::current(), threads = at::get_num_threads(), kernels = kernels::kernel_choices(),
+                                               fast = kernels::FastProducts::are_wanted()] {
     at::set_num_threads(threads);
     const MemoryContext::Guard memory(context);
     const kernels::KernelChoiceGuard choice(kernels);
+    const kernels::FastProducts products(fast);  // an optimizer inside that is paged multiplies here (Muon)
     make();
   });
 }

@@ -31,7 +31,9 @@ namespace tessera {
 /// when that step's gradients are there: w(t+1) = w(t) + update of the gradient at w(t-1). The first step shows nothing. state() then has the copies as "next",
 /// one update ahead of the parameters, and gradients stay on the host until the update is shown. Who writes a parameter that has no update under way (before
 /// the first step, or without a gradient in the last) is followed, by state() as well, and so is whoever loads a checkpoint (follow_all_but); what is written
-/// otherwise the update under way knows nothing of, and the next step refuses it by name.
+/// otherwise the update under way knows nothing of, and the next step refuses it by name. Where hold_state() was called and nothing came (a load that was
+/// refused), all stays as it was. An update is shown also to what was frozen since, and said of it (nn::note_late_update). The thread computes as the one that
+/// called step() does: threads, kernels, products, memory that is counted.
 class HostOptimizer final : public optim::Optimizer {
  public:
   /// Makes the optimizer inside, of the copies that it is handed.
@@ -67,13 +69,14 @@ class HostOptimizer final : public optim::Optimizer {
   void prepare(const std::vector<Batch>& batches) override;
   void update(const Batch& batch) override;
   void counts_changed() override;
+  void end_loading();
   void follow(size_t index) const;
   void refuse_written(size_t index) const;
   void mark(size_t index);
   void send_gradient(size_t index, const at::Tensor& gradient);
   void update_later(const Batch& batch);
   void await_update() const;
-  std::vector<optim::StateTensor> with_next(std::vector<optim::StateTensor> state) const;
+  std::vector<optim::StateTensor> with_next(std::vector<optim::StateTensor> state, const std::vector<size_t>& loading) const;
   void show_update();
   void end_return();
 
@@ -83,6 +86,7 @@ class HostOptimizer final : public optim::Optimizer {
   std::unique_ptr<optim::Optimizer> inner_;
   bool delayed_;
   std::vector<size_t> ahead_;            ///< parameters whose copies are one update ahead
+  std::vector<size_t> loading_;          ///< those that hold_state() has named, until something was loaded, or a step is made
   mutable std::future<void> under_way_;  ///< of these, where a thread still works on them
 };
 

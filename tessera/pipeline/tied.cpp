@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 #include <tuple>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -13,6 +14,7 @@
 #include "tessera/comm/connect.h"
 #include "tessera/core/error.h"
 #include "tessera/layout/slice.h"
+#include "tessera/nn/late_updates.h"
 #include "tessera/nn/parameter.h"
 
 // What ranks tell each other of their slices is strided: so many runs of so many elements, each so far behind the one before. A part that sharding cuts is at
@@ -360,8 +362,14 @@ void TiedCopies::follow() {
   make_room(messages, first, values);
   post(messages, /*sends=*/true, /*receives=*/true);
   wait(messages);
+  int64_t late = 0;
+  for (const Copy& copy : copies_) {
+    if (copy.holder == 0) late += nn::late_updates(copy.tensor);
+  }
+  const bool updated_late = std::exchange(late_updates_, late) != late;
   for (size_t c = 0; c < copies_.size(); ++c) {
     if (copies_[c].holder == 0) continue;
+    if (updated_late) nn::note_late_update(copies_[c].tensor);
     if (const at::Tensor made = from(messages, c, 0); made.defined()) copies_[c].tensor.detach().copy_(made);
   }
 }

@@ -96,7 +96,8 @@ class TiedCopies {
   int holders_;
   std::vector<Copy> copies_;
   bool last_follows_;
-  at::Tensor table_;  ///< of each rank and holder, which elements
+  int64_t late_updates_ = 0;  ///< of the first copy, that the last has followed
+  at::Tensor table_;          ///< of each rank and holder, which elements
   std::vector<Exchange> exchanges_;
   std::deque<Messages> under_way_;
 };

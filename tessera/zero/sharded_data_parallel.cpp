@@ -13,6 +13,7 @@
 #include "tessera/nn/bucketed_step.h"
 #include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_guard.h"
+#include "tessera/nn/late_updates.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/shared_memory.h"
 #include "tessera/zero/flat_buckets.h"
@@ -67,6 +68,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     require_disjoint("sharded data parallelism", groups_.shard, groups_.replicate);
     nn::refuse_shared_memory("sharded data parallelism", module, parameters_);
     lay_out();
+    for (const auto& parameter : parameters_) late_updates_.push_back(nn::late_updates(parameter.tensor));
     make_shards();
     make_guards();
     // Before the first forward pass, which in the plain loop nobody announces.
@@ -93,12 +95,9 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     }
     const comm::CallSite site("zero.parameters");
     std::vector<comm::Pending> gathers;
-    were_updated_.resize(buckets_.size());
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      const bool updated = may_be_updated(b);
-      // A delayed update shows one step later (HostOptimizer), also of what was frozen since.
-      if (updated || were_updated_[b]) gathers.push_back(comm::all_gather_async(groups_.shard, buckets_[b].parameters(), buckets_[b].parameter_part()));
-      were_updated_[b] = updated;
+      const bool updated = may_be_updated(b), updated_late = take_late_updates(b);
+      if (updated || updated_late) gathers.push_back(comm::all_gather_async(groups_.shard, buckets_[b].parameters(), buckets_[b].parameter_part()));
     }
     const comm::ExposedTime::Scope exposed(statistics_.exposed, parameters_.front().tensor.device());
     for (comm::Pending& gather : gathers) gather.wait();
@@ -152,6 +151,17 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   /// Whether an optimizer may have something to do in the bucket: also of a parameter that was frozen since, and still has its gradient.
   bool may_be_updated(size_t b) const {
     return is_trained(b) || std::ranges::any_of(buckets_[b].plan().slots, [&](const auto& slot) { return shards_[slot.parameter].tensor.grad().defined(); });
+  }
+
+  /// Whether an optimizer has shown an update in the bucket that was begun before (HostOptimizer), since this was asked for: also of what is frozen by now, and
+  /// in the first step of a run that goes on.
+  bool take_late_updates(size_t b) {
+    bool found = false;
+    for (const auto& slot : buckets_[b].plan().slots) {
+      const int64_t now = nn::late_updates(parameters_[slot.parameter].tensor);
+      found |= std::exchange(late_updates_[slot.parameter], now) != now;
+    }
+    return found;
   }
 
   /// Parameters that are frozen now lie in buckets of their own, behind the others: as long as they are, these buckets cost nothing but their memory.
@@ -324,7 +334,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       }
       require(!updated,
               "sharded data parallelism: this rank's parts were updated, but after_update() was not called to bring them together; call it after each "
-              "optimizer.step(), or make the optimizer by zero_optimizer, which does. A program that writes values of its own into a parameter writes the "
+              "optimizer.step(), or make the optimizer by zero_optimizer, which does in optimizer.step() (and not in optimizer.inner().step()). A program that "
+              "writes values of its own into a parameter writes the "
               "parameter itself under NoGradGuard, or all of it on every rank: a write by data() of what lies in this rank's part alone looks the same");
     }
   }
@@ -441,11 +452,11 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   std::vector<FlatBucket> buckets_;
   std::vector<Place> slot_of_;  ///< by parameter
   std::vector<nn::NamedParameter> shards_;
-  std::vector<at::Tensor> guards_;  ///< by parameter: what stands for its gradient when that lies in parts
-  std::vector<bool> is_zeroed_;     ///< by parameter: there was one, and the program has made it zero: so optimizers go on, though nobody uses it
-  std::vector<bool> is_handed_;     ///< by parameter: a step of the plain loop has left its guard and its part
-  std::vector<Mark> marks_;         ///< of a step that is complete, until its parts were brought together
-  std::vector<bool> were_updated_;  ///< buckets that the last after_update gathered because an optimizer may have had something to do
+  std::vector<at::Tensor> guards_;     ///< by parameter: what stands for its gradient when that lies in parts
+  std::vector<bool> is_zeroed_;        ///< by parameter: there was one, and the program has made it zero: so optimizers go on, though nobody uses it
+  std::vector<bool> is_handed_;        ///< by parameter: a step of the plain loop has left its guard and its part
+  std::vector<Mark> marks_;            ///< of a step that is complete, until its parts were brought together
+  std::vector<int64_t> late_updates_;  ///< by parameter: those that were brought together
   bool has_started_ = false;
 };
 

@@ -6,6 +6,7 @@
 #include <map>
 #include <set>
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <gmock/gmock.h>
@@ -13,6 +14,8 @@
 #include <unistd.h>
 
 #include "tessera/comm/testing.h"
+#include "tessera/kernels/choice.h"
+#include "tessera/kernels/fp32_products.h"
 #include "tessera/memory/history.h"
 #include "tessera/memory/memory.h"
 #include "tessera/offload/paged_optimizer.h"
@@ -431,6 +434,119 @@ TEST(HostOptimizer, WhatIsWrittenWhereNoUpdateIsUnderWayIsSaved) {
   pair.draw(1);
   away.step(1e-2);
   EXPECT_TRUE(pair.device[3].tensor.eq(0.5).all().item<bool>());
+}
+
+/// Whoever was refused a load has nothing loaded: what a program writes instead is followed, or refused, as before.
+TEST(HostOptimizer, AnnouncedStateThatNeverCameChangesNothing) {
+  Pair pair;
+  HostOptimizer away(pair.device, pair.device.front().tensor.device(), building("adamw"), HostOptimizer::kPieceBytes, /*delayed=*/true);
+  const auto write = [&] {
+    const at::NoGradGuard no_grad;
+    at::Tensor(pair.device[4].tensor).fill_(0.25);
+  };
+  std::map<std::string, int64_t> counts;
+  for (const auto& parameter : pair.device) counts[parameter.name] = 1;
+  away.hold_state(counts);
+  write();
+  for (const auto& held : away.state_to_save()) {
+    if (held.state == optim::kNextState && held.parameter == pair.device[4].name) EXPECT_TRUE(held.tensor.eq(0.25).all().item<bool>());
+  }
+  pair.draw(2);
+  away.step(1e-2);
+  EXPECT_TRUE(pair.device[4].tensor.eq(0.25).all().item<bool>()) << "there was no update to be shown";
+  away.hold_state(counts);
+  write();
+  pair.draw(3);
+  away.step(1e-2);  // the same values: no write
+  EXPECT_FALSE(pair.device[4].tensor.eq(0.25).any().item<bool>()) << "the update that was under way";
+  away.hold_state(counts);
+  write();
+  EXPECT_THAT(testing_support::refusal([&] { away.step(1e-2); }), ::testing::HasSubstr("'" + pair.device[4].name + "' was written since the last step"));
+  // A load that comes is the way out.
+  away.hold_state(counts);
+  EXPECT_NO_THROW(away.state());
+  away.set_update_counts(away.update_counts());
+  away.follow_all_but({});
+  away.step(1e-2);
+  EXPECT_TRUE(pair.device[4].tensor.eq(0.25).all().item<bool>());
+}
+
+/// What was under way when something else was loaded is lost with its gradients: no later step makes an update of them.
+TEST(HostOptimizer, ALoadLeavesNoGradientOfTheUpdateThatWasUnderWay) {
+  Pair pair;
+  HostOptimizer away(pair.device, pair.device.front().tensor.device(), building("adamw"), HostOptimizer::kPieceBytes, /*delayed=*/true);
+  const auto plain = optim::make_optimizer(config_of("adamw"), pair.cpu);
+  const auto state_of_third = [](const optim::Optimizer& optimizer) {
+    std::map<std::string, at::Tensor> state;
+    for (const auto& held : optimizer.state()) {
+      if (held.parameter == "p3" && held.state != optim::kNextState) state[held.state] = held.tensor.clone();
+    }
+    return state;
+  };
+  pair.draw(2);
+  plain->step(1e-2);
+  pair.draw(3);
+  away.step(1e-2);
+  pair.copy_values();
+  {  // as a checkpoint of a run without a delay is loaded
+    away.hold_state(plain->update_counts());
+    std::map<std::string, at::Tensor> saved;
+    for (const auto& held : plain->state()) saved[held.parameter + held.state] = held.tensor;
+    const at::NoGradGuard no_grad;
+    for (const auto& held : away.state()) {
+      if (held.state != optim::kNextState) at::Tensor(held.tensor).copy_(saved.at(held.parameter + held.state));
+    }
+    away.set_update_counts(plain->update_counts());
+    away.follow_all_but({});
+  }
+  pair.draw(1);  // none of the third
+  plain->step(1e-2);
+  away.step(1e-2);
+  const auto mine = state_of_third(away), want = state_of_third(*plain);
+  ASSERT_FALSE(want.empty());
+  for (const auto& [name, tensor] : want) EXPECT_TRUE(at::equal(mine.at(name), tensor)) << name;
+  pair.draw(2);  // shows the update of the others
+  plain->step(1e-2);
+  away.step(1e-2);
+  pair.draw(4);
+  away.step(1e-2);
+  pair.expect_equal();
+}
+
+/// What an optimizer inside finds on the thread that updates it.
+class ThreadNotes final : public optim::Optimizer {
+ public:
+  struct Found {
+    int threads = 0;
+    bool fast_products = false;
+    kernels::KernelChoices choices;
+    bool operator==(const Found&) const = default;
+    static Found here() { return {at::get_num_threads(), kernels::FastProducts::are_wanted(), kernels::kernel_choices()}; }
+  };
+  ThreadNotes(const std::vector<nn::NamedParameter>& parameters, Found& found) : Optimizer({{.parameters = parameters}}), found_(found) {}
+  std::string kind() const override { return "notes"; }
+  std::vector<optim::StateTensor> state() const override { return {}; }
+
+ private:
+  void update(const Batch&) override { found_ = Found::here(); }
+  Found& found_;
+};
+
+TEST(HostOptimizer, ADelayedUpdateIsComputedAsItsRankComputes) {
+  for (const bool fast : {true, false}) {
+    Pair pair;
+    const kernels::FastProducts products(fast);
+    const kernels::KernelChoiceGuard choices(fast ? kernels::KernelChoice::Reference : kernels::KernelChoice::Auto);
+    ThreadNotes::Found found;
+    HostOptimizer away(
+        pair.device, pair.device.front().tensor.device(), [&](const auto& copies) { return std::make_unique<ThreadNotes>(copies, found); },
+        HostOptimizer::kPieceBytes, /*delayed=*/true);
+    pair.draw(0);
+    away.step(1e-2);
+    (void)away.state();  // waits for it
+    EXPECT_EQ(found, ThreadNotes::Found::here());
+    EXPECT_EQ(found.fast_products, fast);
+  }
 }
 
 /// A skipped step begins no update, so what is written behind it is followed, or refused, as it would be without that step.

@@ -12,6 +12,8 @@
 
 #include "tessera/comm/testing.h"
 #include "tessera/layout/slice.h"
+#include "tessera/nn/late_updates.h"
+#include "tessera/nn/names.h"
 #include "tessera/nn/parameter.h"
 #include "tests/comm/order_alone.h"
 #include "tests/refusal.h"
@@ -165,6 +167,24 @@ TEST(TiedCopies, TheLastFollowsTheFirst) {
     }
     tied.follow();
     EXPECT_TRUE(at::equal(last.tensor.detach(), take(sum_of(2), nn::slice_of(last.tensor))));
+  });
+}
+
+/// Parts of both are brought together behind an update of the first that was begun before, though nobody has a gradient by now.
+TEST(TiedCopies, WhatTheLastFollowsLateIsSaidOfItToo) {
+  comm::run_ranks(2, [](comm::World& world) {
+    const auto rank = static_cast<size_t>(world.rank());
+    const std::vector<at::Tensor> wholes{parameter_of(all_of_it(), at::zeros(kShape)), parameter_of(all_of_it(), at::zeros(kShape))};
+    const TiedCopies::Copy first{.holder = 0, .tensor = parameter_of(cut_in_runs({70})[rank], at::zeros(kShape))};
+    const TiedCopies::Copy last{.holder = 1, .tensor = parameter_of(cut_in_runs({32})[rank], at::zeros(kShape))};
+    nn::set_updated_for(first.tensor, wholes[0]);
+    nn::set_updated_for(last.tensor, wholes[1]);
+    TiedCopies tied(world.group(), 2, {first, last}, /*last_follows=*/true);
+    for (const int64_t said : {0, 1, 1, 2}) {
+      if (nn::late_updates(wholes[0]) < said) nn::note_late_update(first.tensor);
+      tied.follow();
+      EXPECT_EQ(nn::late_updates(wholes[1]), said);
+    }
   });
 }
 

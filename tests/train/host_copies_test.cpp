@@ -4,12 +4,16 @@
 
 #include <filesystem>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
@@ -42,6 +46,10 @@ std::unique_ptr<optim::Optimizer> adamw_of(const std::vector<nn::NamedParameter>
 
 std::unique_ptr<optim::Optimizer> adamw_on_the_host(const std::vector<nn::NamedParameter>& parameters) {
   return std::make_unique<HostOptimizer>(parameters, at::kCPU, adamw_of);
+}
+
+std::unique_ptr<optim::Optimizer> delayed_on_the_host(const std::vector<nn::NamedParameter>& parameters) {
+  return std::make_unique<HostOptimizer>(parameters, at::kCPU, adamw_of, HostOptimizer::kPieceBytes, /*delayed=*/true);
 }
 
 enum class Writes { InPlace, BySetData };
@@ -139,9 +147,7 @@ TEST(HostCopies, ADelayedUpdateOfWhatWasFrozenSinceIsBroughtTogether) {
     run_ranks(ranks, [&](World& world) {
       Net net;
       const auto wrapper = wrap_by(technique, net, {.shard = world.group()});
-      auto optimizer = zero_optimizer(*wrapper, [](const std::vector<nn::NamedParameter>& updated) {
-        return std::make_unique<HostOptimizer>(updated, at::kCPU, adamw_of, HostOptimizer::kPieceBytes, /*delayed=*/true);
-      });
+      auto optimizer = zero_optimizer(*wrapper, delayed_on_the_host);
       for (int step = 0; step < kHostSteps; ++step) {
         net.first->weight.set_requires_grad(step < 2);
         optimizer.zero_grad();
@@ -159,6 +165,122 @@ TEST(HostCopies, ADelayedUpdateOfWhatWasFrozenSinceIsBroughtTogether) {
       for (const auto& values : train(ranks, technique)) EXPECT_LT(largest_difference(values, alone), 10 * parity) << technique << " on " << ranks;
     }
   }
+}
+
+/// A step that is left out shows nothing: the update comes in the one behind it.
+TEST(HostCopies, ADelayedUpdateOfWhatWasFrozenSinceIsBroughtTogetherBehindASkippedStep) {
+  const auto train = [](int ranks, const std::string& technique) {
+    std::vector<std::vector<at::Tensor>> values(static_cast<size_t>(ranks));
+    run_ranks(ranks, [&](World& world) {
+      Net net;
+      const auto wrapper = wrap_by(technique, net, {.shard = world.group()});
+      auto optimizer = zero_optimizer(*wrapper, delayed_on_the_host);
+      for (int step = 0; step < kHostSteps; ++step) {
+        net.first->weight.set_requires_grad(step < 2);
+        optimizer.zero_grad();
+        pass(net, world, step);
+        optimizer.step(1e-2, at::full({1}, step == 2 ? 1.0f : 0.0f));
+      }
+      unshard_all({wrapper.get()});
+      values[static_cast<size_t>(world.rank())] = values_of(net);
+    });
+    return values;
+  };
+  const auto alone = train(1, "ddp").front();
+  for (const std::string& technique : techniques) {
+    for (const auto& values : train(2, technique)) EXPECT_LT(largest_difference(values, alone), 10 * parity) << technique;
+  }
+}
+
+/// Taken up where the parameter is frozen, by another process or in the midst of a run: the first step shows the update that was under way when it was saved.
+TEST(HostCopies, ADelayedUpdateThatIsLoadedForWhatIsFrozenByNowIsBroughtTogether) {
+  const std::string folder = ::testing::TempDir() + "host_copies_frozen";
+  struct Trained {
+    std::vector<at::Tensor> saved, values;
+  };
+  const auto train = [&](int ranks, const std::string& technique, bool running) {
+    std::vector<Trained> all(static_cast<size_t>(ranks));
+    run_ranks(ranks, [&](World& world) {
+      auto& own = all[static_cast<size_t>(world.rank())];
+      Net before;
+      const auto earlier = wrap_by(technique, before, {.shard = world.group()});
+      auto optimizer = zero_optimizer(*earlier, delayed_on_the_host);
+      const auto steps = [&](Net& net, auto& making, std::initializer_list<int> numbers) {
+        for (const int step : numbers) {
+          making.zero_grad();
+          pass(net, world, step);
+          making.step(1e-2);
+        }
+      };
+      steps(before, optimizer, {0, 1});
+      const auto checkpoint = checkpoint::save(folder, 2, before, optimizer.inner(), world.group());
+      const auto go_on = [&](Net& net, GradientSynchronizer& wrapper, auto& going_on) {
+        checkpoint::load(checkpoint, net, going_on.inner());
+        steps(net, going_on, {2, 3});
+        unshard_all({&wrapper});
+        own.values = values_of(net);
+      };
+      if (running) {
+        steps(before, optimizer, {5, 6});
+        before.first->weight.set_requires_grad(false);
+        steps(before, optimizer, {7, 8});
+        return go_on(before, *earlier, optimizer);
+      }
+      Net after;
+      after.first->weight.set_requires_grad(false);
+      const auto later = wrap_by(technique, after, {.shard = world.group()});
+      auto resumed = zero_optimizer(*later, delayed_on_the_host);
+      go_on(after, *later, resumed);
+    });
+    std::filesystem::remove_all(folder);
+    return all;
+  };
+  for (const bool running : {false, true}) {
+    const auto alone = train(1, "ddp", running).front().values;
+    for (const std::string& technique : techniques) {
+      for (const int ranks : {2, 3}) {
+        SCOPED_TRACE(technique + " on " + std::to_string(ranks) + (running ? ", running" : ""));
+        const auto all = train(ranks, technique, running);
+        for (const auto& each : all) {
+          EXPECT_TRUE(same_bits(each.values, all.front().values)) << "replicas part";
+          EXPECT_LT(largest_difference(each.values, alone), 10 * parity);
+        }
+      }
+    }
+  }
+}
+
+/// Nothing is loaded, so the update that is under way is none of what the program writes then, and nothing overwrites it.
+TEST(HostCopies, WhatIsWrittenBehindALoadThatWasRefusedStays) {
+  const std::string folder = ::testing::TempDir() + "host_copies_refused";
+  const auto step = [](Net& net, optim::Optimizer& optimizer, int number) {
+    net.zero_grad();
+    const Batch batch = whole_batch(samples, number);
+    const at::ScalarType dtype = net.scale.scalar_type();
+    loss_of(net.forward(batch.x.to(dtype)), batch.y.to(dtype), samples).backward();
+    optimizer.step(1e-2);
+  };
+  Net wide;
+  wide.to(at::kDouble);
+  HostOptimizer of_wide(nn::unique_parameters(wide), at::kCPU, adamw_of, HostOptimizer::kPieceBytes, /*delayed=*/true);
+  step(wide, of_wide, 0);
+  const auto other = checkpoint::save(folder, 1, wide, of_wide, comm::Group::self());
+  const auto train = [&](bool loads) {
+    Net net;
+    HostOptimizer optimizer(nn::unique_parameters(net), at::kCPU, adamw_of, HostOptimizer::kPieceBytes, /*delayed=*/true);
+    if (loads) EXPECT_THAT(refusal([&] { checkpoint::load(other, net, optimizer); }), ::testing::HasSubstr("LoadOptions::convert"));
+    {
+      const c10::NoGradGuard no_grad;
+      for (at::Tensor parameter : net.parameters()) parameter.mul_(0.5);
+    }
+    for (const auto& held : optimizer.state_to_save()) {
+      if (held.state == optim::kNextState) EXPECT_TRUE(at::equal(held.tensor, net.named_parameters()[held.parameter].detach())) << held.parameter;
+    }
+    for (const int number : {0, 1, 2}) step(net, optimizer, number);
+    return values_of(net);
+  };
+  EXPECT_TRUE(same_bits(train(true), train(false)));
+  std::filesystem::remove_all(folder);
 }
 
 /// What was saved without a delay is where a delayed run goes on from; what was under way when it was loaded is lost.
