@@ -36,14 +36,15 @@ struct DdpOptions {
 ///   DistributedDataParallel ddp(*model, world.group(), {.average = true});  // then zero_grad, forward, backward, step, as on one device
 ///
 /// Requires: the same parameters (options.replicas), frozen and unfrozen alike, and the same order of wrappers on every rank. The module outlives this object
-///   and keeps its parameters, in their shapes and dtypes. One rank, one thread.
+///   and keeps its parameters, in their shapes and dtypes. This object lives as long as the module is trained: when it is gone each rank trains alone. One
+///   rank, one thread.
 /// Guarantees: grad() has the same bits on every rank. A pass without a zero_grad adds. After an exception in backward grad() is what it was before the step.
 /// Collective when: this is made, a backward pass outside of no_sync() runs, a step is complete. A rank whose loss uses nothing of the module must add
 ///   `0 * output.sum()`, or its peers wait.
 /// Throws ConfigError, by name: replicas that differ, options.plan of another model, no trainable parameter, parameters without a gradient.
 /// Memory: gradients once, in buckets, of which grad() is a view; twice while a pass adds. A group of one has no buckets and communicates nothing.
 /// Traffic: 2 (n-1)/n P elements a rank and step. Details, small messages: docs/sharding.md. Rare cases: docs/sharding-contract.md.
-class DistributedDataParallel final : public GradientSynchronizer {
+class [[nodiscard]] DistributedDataParallel final : public GradientSynchronizer {
  public:
   DistributedDataParallel(torch::nn::Module& module, comm::Group group, DdpOptions options = {});
   ~DistributedDataParallel() override;

@@ -40,7 +40,7 @@ struct TreeReductionOptions {
 /// calls.
 ///
 /// Padding micro-batches are left out. In a group of one the tree is the same and nothing is sent. Micro-batches of a rank must come in ascending order.
-class TreeReduction final : public GradientSynchronizer {
+class [[nodiscard]] TreeReduction final : public GradientSynchronizer {
  public:
   TreeReduction(torch::nn::Module& module, comm::Group group, TreeReductionOptions options);
   ~TreeReduction() override;

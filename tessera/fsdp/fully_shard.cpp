@@ -483,7 +483,9 @@ std::pair<const UnitLayout*, size_t> FullyShardedDataParallel::layout_of(const a
 void unshard(torch::nn::Module& module) {
   const auto sharding = wrappers().of(module);
   require(!sharding.empty(), "unshard: '", module.name(),
-          "' is not what fully_shard was given, or what it returned is gone; pass the module that was wrapped, while its wrapper lives");
+          "' is not what fully_shard was given, or was moved since (std::move, a vector that grew), or what it returned is gone; pass the module that was "
+          "wrapped, at the "
+          "place where it was wrapped, while its wrapper lives");
   for (FullyShardedDataParallel* const wrapper : sharding) wrapper->unshard();
 }
 

@@ -189,11 +189,12 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
 /// over the ranks (options.replicas) and cut. Throws ConfigError for a pattern that matches nothing (naming the nearest path), a unit above unit_bytes_limit
 /// (naming the largest), modules that cannot be intercepted with ShardTrigger::Calls, parameters of one unit at several places, an `init` that leaves a
 /// parameter untouched or changes its shape.
-std::unique_ptr<FullyShardedDataParallel> fully_shard(torch::nn::Module& module, comm::Group group, FullyShardOptions options = {});
+[[nodiscard]] std::unique_ptr<FullyShardedDataParallel> fully_shard(torch::nn::Module& module, comm::Group group, FullyShardOptions options = {});
 
 /// The same for every holder.
 template <class Contained>
-std::unique_ptr<FullyShardedDataParallel> fully_shard(const torch::nn::ModuleHolder<Contained>& module, comm::Group group, FullyShardOptions options = {}) {
+[[nodiscard]] std::unique_ptr<FullyShardedDataParallel> fully_shard(const torch::nn::ModuleHolder<Contained>& module, comm::Group group,
+                                                                    FullyShardOptions options = {}) {
   return fully_shard(*module.ptr(), std::move(group), std::move(options));
 }
 

@@ -438,7 +438,8 @@ void ShardedStep::take_up(size_t parameter) {
   const at::IntArrayRef whole = flat_of(place).layout().parameters[place.index].shape;
   require(tensor.grad().sizes() == whole, "fully_shard: '", name, "' got a gradient of shape ", tensor.grad().sizes(), " in place of ", whole,
           ": a torch::autograd::Function was given the parameter before any operator, when it was this rank's slice; let an operator use it, or the module's "
-          "input with it, before");
+          "input with it, before. Or the forward ran in another thread than the one that called fully_shard, whose operators alone are seen; call fully_shard "
+          "in the thread that runs the model");
   require(!final_[place.unit], "fully_shard: '", name,
           "' got another gradient after its unit was reduced; hold no_sync(), or say before_micro_batch with last = false, for each backward pass of a step "
           "but the last, and call begin_step before each step");

@@ -77,7 +77,8 @@ std::string in_words(const char* what, const std::string& name) { return name.em
 std::string complaint_of(const UnitPlan::Unit& unit) {
   return detail::concat("fully_shard: parameters of unit '", unit.name, "' (such as '", unit.parameters.front().name,
                         "') were read while the unit is not gathered: nothing saw that it is needed. Call the module that owns them through its holder, as "
-                        "model(x), not by ->forward(x), or let operators trigger the gathers (ShardTrigger::Operators)");
+                        "model(x), not by ->forward(x), or let operators trigger the gathers (ShardTrigger::Operators); run the model in the thread that "
+                        "called fully_shard, whose operators alone are seen; and keep what fully_shard returned until backward() has returned");
 }
 
 }  // namespace

@@ -140,7 +140,8 @@ bool SliceGuards::stretches(Arguments arguments, const at::Tensor& handle) const
 void SliceGuards::refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments, const std::vector<at::Tensor>& handles) const {
   for (const at::Tensor& handle : handles) {
     if (!is_layer(schema.name()) && !stretches(arguments, handle)) continue;
-    const std::optional<UnitPlace> place = tensors_.find_slice(handle);
+    // A layer may be given it turned (w.detach().t()), which nothing but a slice's own shape would tell from what an optimizer takes.
+    const std::optional<UnitPlace> place = is_layer(schema.name()) ? tensors_.find_memory(handle) : tensors_.find_slice(handle);
     require(!place, "fully_shard: ", schema.name(), " was given a handle (detach(), data()) on '", place ? tensors_.name(*place) : "",
             "' that was made outside of a forward, when the parameter was this rank's slice; make it in forward, behind an operator with the module's input, "
             "or, where one module's parameters update another's between steps (a moving average), wrap each of the two by a fully_shard of its own");

@@ -14,6 +14,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
+#include "tessera/memory/on_host.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/names.h"
 
@@ -79,17 +80,19 @@ struct GradientDispatcher::State {
   bool is_place_taken = false;
   bool adds_in_place = false;
   bool arrived = false;  ///< without a phase: something accumulated since the last announcement
+  bool takes_up = true;  ///< what the hook for arrivals saw last is accumulated; true where there is no such hook
   c10::intrusive_ptr<c10::BackendMeta> known;
 };
 
-/// What sits in libtorch's slot. A hook that was there before ours goes on being called, first.
+/// What sits in libtorch's slot, and is called as well where nothing was accumulated: of a function that has no gradient for the parameter, and where that was
+/// frozen since its forward. A hook that was there before ours goes on being called, first.
 class GradientDispatcher::Hook : public torch::autograd::PostAccumulateGradHook {
  public:
   Hook(const at::Tensor& parameter, std::unique_ptr<PostAccumulateGradHook> former) : dispatcher(parameter.unsafeGetTensorImpl()), former_(std::move(former)) {}
 
   void operator()(const at::Tensor& parameter) override {
     if (former_) (*former_)(parameter);
-    dispatcher.accumulated(parameter);
+    if (dispatcher.state_->takes_up && parameter.requires_grad() && parameter.grad().defined()) dispatcher.accumulated(parameter);
   }
 
   GradientDispatcher dispatcher;
@@ -104,8 +107,10 @@ class GradientDispatcher::ArrivalHook : public torch::autograd::FunctionPreHook 
   ArrivalHook(c10::TensorImpl* parameter, std::shared_ptr<State> state) : parameter_(parameter), state_(std::move(state)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    if (!gradients.at(0).defined() || is_only_captured()) return gradients;
-    state_->arriving.call(at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(parameter_)));
+    if (is_only_captured()) return gradients;
+    const at::Tensor parameter(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(parameter_));
+    state_->takes_up = gradients.at(0).defined() && parameter.requires_grad();
+    if (state_->takes_up) state_->arriving.call(parameter);
     return gradients;
   }
 
@@ -245,7 +250,7 @@ void GradientDispatcher::add_in_place(bool adds) { state_->adds_in_place = adds;
 bool GradientDispatcher::adds_in_place(const at::Tensor& parameter) {
   const auto* const dispatcher = find(parameter);
   return dispatcher != nullptr && dispatcher->state_->adds_in_place && parameter.is_leaf() && parameter.requires_grad() && parameter.is_contiguous() &&
-         (parameter.is_cpu() || parameter.is_meta()) && torch::autograd::impl::hooks(parameter).empty();
+         is_on_host(parameter) && torch::autograd::impl::hooks(parameter).empty();
 }
 
 kernels::GradientPlace GradientDispatcher::take_place(const at::Tensor& parameter) {

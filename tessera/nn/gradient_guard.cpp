@@ -32,6 +32,9 @@ class GuardImpl final : public c10::TensorImpl {
     return c10::make_intrusive<GuardImpl>(sizes(), dtype(), device(), message_);
   }
 
+  /// What kernels come to that are called past the dispatcher.
+  const c10::Storage& storage() const override { throw ConfigError(message_); }
+
   const std::string& message() const { return message_; }
   bool cleared = false;
 

@@ -122,6 +122,9 @@ class GradientSynchronizer {
   /// The synchronizer that holds this one and is stepped in its place (HostGradients), or this one.
   GradientSynchronizer& outermost() { return holder_ == nullptr ? *this : holder_->outermost(); }
 
+  /// Expires when this object goes: for whoever refers to it, and may be used later than that.
+  std::weak_ptr<const void> lifetime() const { return lifetime_; }
+
   /// The ranks over which updated() is cut: a norm sums over them. A group of one where each rank holds the whole.
   virtual comm::Group norm_group() const { return comm::Group::self(); }
 
@@ -139,6 +142,7 @@ class GradientSynchronizer {
  private:
   GradientSynchronizer* holder_ = nullptr;
   nn::Holds holds_;
+  std::shared_ptr<const void> lifetime_ = std::make_shared<bool>(true);
 };
 
 }  // namespace tessera

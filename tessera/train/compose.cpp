@@ -384,7 +384,7 @@ void check_modules(const Config& config, const MeshShape& axes) {
   FullyShardOptions options = stage_3_options(config, policy, *model);
   if (config.recompute.ffn_tile > 0 && config.mesh.cp != 1) check_tiled_units(config, plan_units(*model, options));
   place_slices(config, at::kMeta, {}, options);
-  fully_shard(*model, comm::Group::self(), options);
+  (void)fully_shard(*model, comm::Group::self(), options);
 }
 
 std::vector<std::string> groups_without_effect(const Config& config) {

@@ -49,14 +49,15 @@ struct ZeroOptions {
 ///   auto optimizer = zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::AdamW>(parts); });
 ///
 /// Requires: the same parameters, frozen and unfrozen alike, and the same order of wrappers on every rank. An optimizer that updates shards() element by
-///   element, and after_update behind its step: zero_optimizer sees to both. The module outlives this object. One rank, one thread.
+///   element, and after_update behind its step: zero_optimizer sees to both. The module outlives this object, which lives as long as the module is trained:
+///   when it is gone each rank trains alone. One rank, one thread.
 /// Guarantees: after backward shards()[i].tensor.grad() is this rank's part of the gradient of the global batch, in memory that the next step uses again; the
 ///   parameter's own grad() is a guard that throws. After the optimizer's step all ranks have the same parameters, which are views of flat buckets.
 /// Collective when: this is made, a backward pass outside of no_sync() runs, a step is complete, after_update.
 /// Throws ConfigError: another stage, dtypes that do not fit, replicas that differ, no trainable parameter, parameters that share memory.
 /// Memory: stage 1 w + g + k/n, stage 2 w + (g+k)/n bytes a parameter. Traffic: 2 (n-1)/n P elements a rank and step; stage 2 with Accumulation::Sharded
 ///   (m+1)(n-1)/n P. A group of one shards nothing. Details: docs/sharding.md. Rare cases: docs/sharding-contract.md.
-class ShardedDataParallel final : public GradientSynchronizer {
+class [[nodiscard]] ShardedDataParallel final : public GradientSynchronizer {
  public:
   ShardedDataParallel(torch::nn::Module& module, ShardGroups groups, ZeroOptions options = {});
   ~ShardedDataParallel() override;

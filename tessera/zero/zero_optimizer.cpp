@@ -4,6 +4,8 @@
 #include <array>
 #include <string>
 #include <typeindex>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include <ATen/ops/tensor.h>
@@ -28,7 +30,7 @@
 
 // The optimizer knows the parts and zero_grad() reaches only their gradients; but what no_sync() left lies with the whole parameters, and has to be cleared
 // with them. Its zero_grad is not virtual, so it cannot be overridden: while an expression through `->` lasts, guards stand in as the parts' gradients, and
-// what became of the guard (gone, or zeroed) is then done to the gradient that it stood for.
+// what became of the guard (gone, or zeroed) is then done to the gradient that it stood for. Nor can its step be made ours: by the same guards it is refused.
 
 namespace tessera::detail {
 namespace {
@@ -39,6 +41,21 @@ std::string waiting_message(const std::string& name) {
       "' waits whole on this rank, where no_sync() left it or the program put it (mutable_grad(), of torch::autograd::grad), and has met no other rank's; "
       "call backward once without no_sync() before the optimizer steps, or give it up by zero_grad(). A gradient that no backward pass brings has to be "
       "summed over the ranks, and put on the parts (updated())");
+}
+
+/// Of the parameter of which this is updated, as its wrapper names it.
+std::string name_of(const GradientSynchronizer& owner, const at::Tensor& tensor) {
+  const at::Tensor parameter = nn::updated_for(tensor);
+  for (const nn::NamedParameter& theirs : owner.updated()) {
+    if (nn::updated_for(theirs.tensor).is_same(parameter)) return theirs.name;
+  }
+  return nn::slice_of(tensor).name;
+}
+
+std::string inner_step_message(const std::string& name) {
+  return concat("zero_optimizer: the gradient of this rank's part of '", name,
+                "' was used through `optimizer->`: the step of the optimizer inside (optimizer->step()) updates this rank's parts, and leaves ranks with "
+                "different parameters; write optimizer.step(). To look at parts and their gradients, take wrapper.updated() or optimizer.inner()");
 }
 
 /// What is updated in place of a parameter that has a gradient of this rank alone; undefined for everything else.
@@ -197,6 +214,36 @@ void require_terms_summed(const Synchronizers& synchronizers) {
   for (auto* synchronizer : synchronizers) nn::require_terms_summed("zero_optimizer", synchronizer->updated());
 }
 
+void require_gets_gradients(const std::vector<at::Tensor>& updated) {
+  std::unordered_map<const GradientSynchronizer*, std::unordered_set<const c10::TensorImpl*>> current;
+  for (const at::Tensor& tensor : updated) {
+    const GradientSynchronizer* const owner = nn::owner_of(tensor);
+    if (owner == nullptr) continue;
+    const auto [found, is_new] = current.try_emplace(owner);
+    if (is_new) {
+      for (const nn::NamedParameter& theirs : owner->updated()) found->second.insert(theirs.tensor.unsafeGetTensorImpl());
+    }
+    require(found->second.contains(tensor.unsafeGetTensorImpl()), "zero_optimizer: '", name_of(*owner, tensor),
+            "' was wrapped again since this optimizer's wrapper was made, and the last wrapper that was made over it takes its gradients: this optimizer would "
+            "update nothing of it. Make the optimizer over the last one, zero_optimizer(wrapper, make), or wrap the model once");
+  }
+}
+
+Lifetimes::Lifetimes(const Synchronizers& synchronizers) {
+  for (const auto* synchronizer : synchronizers) {
+    const auto updated = synchronizer->updated();
+    wrappers_.push_back({synchronizer->lifetime(), updated.empty() ? "" : updated.front().name});
+  }
+}
+
+void Lifetimes::require_alive() const {
+  for (const auto& [lifetime, parameter] : wrappers_) {
+    require(!lifetime.expired(), "zero_optimizer: the wrapper that holds '", parameter,
+            "' is gone (a function that made it has returned, a unique_ptr was reset), and with it what brings gradients and updated parts together; keep the "
+            "wrapper as long as its optimizer is used, or wrap the model anew and make the optimizer over that");
+  }
+}
+
 void add_owner(Synchronizers& synchronizers, const at::Tensor& updated) {
   GradientSynchronizer* const owner = nn::owner_of(updated);
   if (owner != nullptr && std::ranges::find(synchronizers, owner) == synchronizers.end()) synchronizers.push_back(owner);
@@ -218,9 +265,10 @@ ClearWatch::ClearWatch(const Synchronizers& synchronizers) {
   for (const auto* synchronizer : synchronizers) {
     for (const auto& updated : synchronizer->updated()) {
       const at::Tensor waiting = waiting_parameter(updated), parameter = waiting.defined() ? waiting : parameter_set_aside(updated);
-      if (!parameter.defined()) continue;
-      Watched& watched = watched_.emplace_back(
-          Watched{updated.tensor, parameter, nn::make_gradient_guard(updated.tensor, waiting_message(updated.name)), updated.tensor.grad()});
+      const bool is_part = !nn::updated_for(updated.tensor).is_same(updated.tensor);
+      if (!parameter.defined() && !(is_part && updated.tensor.grad().defined())) continue;
+      const std::string message = parameter.defined() ? waiting_message(updated.name) : inner_step_message(updated.name);
+      Watched& watched = watched_.emplace_back(Watched{updated.tensor, parameter, nn::make_gradient_guard(updated.tensor, message), updated.tensor.grad()});
       watched.part.mutable_grad() = watched.guard;
     }
   }
@@ -230,11 +278,11 @@ ClearWatch::~ClearWatch() {
   const c10::NoGradGuard no_grad;
   for (const auto& [part, parameter, guard, before] : watched_) {
     const bool shown = part.grad().is_same(guard), cleared = !shown || nn::is_cleared(guard);
-    if (shown) part.mutable_grad() = cleared ? at::Tensor() : before;
+    if (shown) part.mutable_grad() = cleared && parameter.defined() ? at::Tensor() : before;
     if (!cleared) continue;
     if (shown) {
-      parameter.mutable_grad().zero_();  // zero_grad(set_to_none = false)
-    } else {
+      (parameter.defined() ? parameter : part).mutable_grad().zero_();  // zero_grad(set_to_none = false)
+    } else if (parameter.defined()) {
       parameter.mutable_grad() = at::Tensor();
     }
   }

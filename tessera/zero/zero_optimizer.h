@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -43,22 +44,39 @@ void check_state(const Synchronizers& synchronizers, const torch::optim::Optimiz
 /// Adds the owner of what `updated` is, or is a part of, unless it is there.
 void add_owner(Synchronizers& synchronizers, const at::Tensor& updated);
 
-/// Adds the owners of all that `optimizer` updates: a program may have put what several wrappers hold into one.
+/// All that `optimizer` updates, of libtorch's kind or of ours.
 template <class Inner>
-void add_owners(Synchronizers& synchronizers, Inner& optimizer) {
+std::vector<at::Tensor> updated_by(Inner& optimizer) {
+  std::vector<at::Tensor> tensors;
   if constexpr (std::is_base_of_v<torch::optim::Optimizer, Inner>) {
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& updated : group.params()) add_owner(synchronizers, updated);
-    }
+    for (const auto& group : optimizer.param_groups()) tensors.insert(tensors.end(), group.params().begin(), group.params().end());
   } else if constexpr (requires { optimizer.groups().front().parameters.front().tensor; }) {
     for (const auto& group : optimizer.groups()) {
-      for (const auto& updated : group.parameters) add_owner(synchronizers, updated.tensor);
+      for (const auto& updated : group.parameters) tensors.push_back(updated.tensor);
     }
   }
+  return tensors;
 }
 
-/// While it lives a guard stands for the gradient of each part whose parameter's waits whole on this rank: so a zero_grad of what updates the parts is seen,
-/// and is one of the parameters, too, when this goes.
+/// Refuses an update of what gets no gradients, since a wrapper that was made later over the same parameters updates others in their place. Throws ConfigError.
+void require_gets_gradients(const std::vector<at::Tensor>& updated);
+
+/// Wrappers that may be gone when they are needed.
+class Lifetimes {
+ public:
+  explicit Lifetimes(const Synchronizers& synchronizers);
+  void require_alive() const;  ///< throws ConfigError
+
+ private:
+  struct Wrapper {
+    std::weak_ptr<const void> lifetime;
+    std::string parameter;  ///< the name of one that it holds
+  };
+  std::vector<Wrapper> wrappers_;
+};
+
+/// While it lives a guard stands for the gradient of each part, which refuses a step of what updates the parts: nobody would bring them together. A zero_grad
+/// is seen: where a parameter's gradient waits whole on this rank it is one of that, too, when this goes.
 class ClearWatch {
  public:
   explicit ClearWatch(const Synchronizers& synchronizers);
@@ -68,7 +86,9 @@ class ClearWatch {
 
  private:
   struct Watched {
-    at::Tensor part, parameter, guard, before;
+    at::Tensor part;
+    at::Tensor parameter;  ///< whose gradient waits; undefined where that is in parts
+    at::Tensor guard, before;
   };
   std::vector<Watched> watched_;
 };
@@ -79,13 +99,17 @@ class ClearWatch {
 template <class Inner>
 class ZeroOptimizer {
  public:
-  ZeroOptimizer(detail::Synchronizers synchronizers, std::unique_ptr<Inner> inner) : synchronizers_(std::move(synchronizers)), inner_(std::move(inner)) {}
+  ZeroOptimizer(detail::Synchronizers synchronizers, std::unique_ptr<Inner> inner)
+      : synchronizers_(std::move(synchronizers)), lifetimes_(synchronizers_), inner_(std::move(inner)) {}
 
   /// One update, with what the optimizer inside takes: a learning rate for ours, nothing or a closure for libtorch's. Collective. Throws ConfigError after
-  /// nothing but passes under no_sync(), whose gradients have met no other rank's, and where libtorch's Adam, AdamW, SGD, Adagrad or RMSprop was given state
-  /// that is not of this rank's parts: of whole parameters or, in the first step without a closure, one rank's on all ranks.
+  /// nothing but passes under no_sync(), whose gradients have met no other rank's, where a wrapper is gone or a later one updates other parts of its
+  /// parameters, and where libtorch's Adam, AdamW, SGD, Adagrad or RMSprop was given state that is not of this rank's parts: of whole parameters or, in the
+  /// first step without a closure, one rank's on all ranks.
   template <class... Arguments>
   auto step(Arguments&&... arguments) {
+    lifetimes_.require_alive();
+    detail::require_gets_gradients(detail::updated_by(*inner_));
     detail::require_terms_summed(synchronizers_);  // updated() brings what was cleared or loaded since on the model's side to the parts
     constexpr bool takes_closure = (std::is_invocable_v<Arguments&> || ...);
     if constexpr (!takes_closure) detail::refuse_gradients_that_wait(synchronizers_);  // a closure brings those that are missing
@@ -109,6 +133,7 @@ class ZeroOptimizer {
     if constexpr (requires { inner_->zero_grad(); }) {
       (*this)->zero_grad();
     } else {
+      lifetimes_.require_alive();
       const detail::ClearWatch watch(synchronizers_);
       for (const auto& group : inner_->groups()) {
         for (const auto& updated : group.parameters) at::Tensor(updated.tensor).mutable_grad() = at::Tensor();
@@ -116,7 +141,8 @@ class ZeroOptimizer {
     }
   }
 
-  /// The optimizer itself, while an expression such as `optimizer->zero_grad()` lasts.
+  /// The optimizer itself, while an expression such as `optimizer->zero_grad()` lasts. Gradients of parts can be cleared through it, and neither read nor used:
+  /// where the wrapper has parts, `optimizer->step()` throws ConfigError.
   class Access {
    public:
     Access(const detail::Synchronizers& synchronizers, Inner* inner) : watch_(synchronizers), inner_(inner) {}
@@ -127,11 +153,14 @@ class ZeroOptimizer {
     Inner* inner_;
   };
 
-  /// The optimizer itself: for learning-rate schedulers, its options, its state in a checkpoint. Its own step leaves the parts apart. Its zero_grad clears what
-  /// passes under no_sync() have left only where it is called by `->`.
+  /// The optimizer itself: for learning-rate schedulers, its options, its state in a checkpoint. Its own step leaves the parts apart, until after_update() of
+  /// the wrapper. Its zero_grad clears what passes under no_sync() have left only where it is called by `->`.
   Inner& inner() { return *inner_; }
   Inner& operator*() { return *inner_; }
-  Access operator->() { return Access(synchronizers_, inner_.get()); }
+  Access operator->() {
+    lifetimes_.require_alive();
+    return Access(synchronizers_, inner_.get());
+  }
 
  private:
   void after_update() {
@@ -139,6 +168,7 @@ class ZeroOptimizer {
   }
 
   detail::Synchronizers synchronizers_;
+  detail::Lifetimes lifetimes_;
   std::unique_ptr<Inner> inner_;
   bool was_compared_ = false;  ///< the state, with that of other ranks: in the first step, behind whatever was loaded
 };
@@ -153,7 +183,7 @@ auto make_zero_optimizer(Synchronizers synchronizers, Make make, ByElements by_e
   }
   const auto wrapped = [&](auto inner) {
     using Inner = typename decltype(inner)::element_type;
-    add_owners(synchronizers, *inner);
+    for (const at::Tensor& tensor : updated_by(*inner)) add_owner(synchronizers, tensor);  // a program may have put what several wrappers hold into one
     if constexpr (std::is_base_of_v<torch::optim::Optimizer, Inner>) check_goes_by_elements(*inner, synchronizers, by_elements);
     return ZeroOptimizer<Inner>(std::move(synchronizers), std::move(inner));
   };
@@ -177,26 +207,26 @@ Synchronizers synchronizers_of(const torch::nn::Module& model);
 ///   auto optimizer = zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::Adam>(parts, options); });
 ///   torch::optim::StepLR schedule(*optimizer, 10, 0.5);
 ///
-/// Where what it makes updates other wrappers' parts as well, those are brought together, too. All must outlive it.
+/// Where what it makes updates other wrappers' parts as well, those are brought together, too. All must be alive while it is used; it may go last.
 ///
 /// Where this rank has parts, a norm that the optimizer takes of a tensor (LAMB's trust ratio, LARS) would be that of a part, another on each rank: so throws
 /// ConfigError for LBFGS, and for a class of torch::optim's kind that is not known to go element by element, unless `by_elements` vouches for it:
 ///
 ///   auto optimizer = zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<SignDescent>(parts); }, ByElements::Vouched);
 template <class Make>
-auto zero_optimizer(GradientSynchronizer& synchronizer, Make make, ByElements by_elements = ByElements::Known) {
+[[nodiscard]] auto zero_optimizer(GradientSynchronizer& synchronizer, Make make, ByElements by_elements = ByElements::Known) {
   return detail::make_zero_optimizer({&synchronizer}, std::move(make), by_elements);
 }
 
 /// The same for whatever wraps `model`: one wrapper, or several that share it (by `only`, or of its submodules). Throws ConfigError where nobody wraps some of
 /// it.
 template <class Make>
-auto zero_optimizer(const torch::nn::Module& model, Make make, ByElements by_elements = ByElements::Known) {
+[[nodiscard]] auto zero_optimizer(const torch::nn::Module& model, Make make, ByElements by_elements = ByElements::Known) {
   return detail::make_zero_optimizer(detail::synchronizers_of(model), std::move(make), by_elements);
 }
 
 template <class Contained, class Make>
-auto zero_optimizer(const torch::nn::ModuleHolder<Contained>& model, Make make, ByElements by_elements = ByElements::Known) {
+[[nodiscard]] auto zero_optimizer(const torch::nn::ModuleHolder<Contained>& model, Make make, ByElements by_elements = ByElements::Known) {
   return zero_optimizer(static_cast<const torch::nn::Module&>(*model.ptr()), std::move(make), by_elements);
 }
 

@@ -396,7 +396,7 @@ TEST(PowerSgd, RefusesByName) {
     fill_parameters(*model);
     model->to(at::kBFloat16);
     const auto make = [&](std::optional<at::ScalarType> dtype) {
-      DistributedDataParallel(*model, world.group(), {.reduce_dtype = dtype, .hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 2})});
+      (void)DistributedDataParallel(*model, world.group(), {.reduce_dtype = dtype, .hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 2})});
     };
     EXPECT_THAT(refusal([&] { make(std::nullopt); }), ::testing::AllOf(HasSubstr("'weight'"), HasSubstr("reduce_dtype")));
     make(at::kFloat);

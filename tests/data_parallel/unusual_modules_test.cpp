@@ -22,7 +22,7 @@ TEST(Ddp, APlanOfAnotherModelIsRefused) {
   run_ranks(2, [&](World& world) {
     Net net;
     const std::vector<GradientSpec> other{{"weight", 3}};
-    EXPECT_THAT(refusal([&] { DistributedDataParallel(net, world.group(), {.plan = make_bucket_layout(other)}); }),
+    EXPECT_THAT(refusal([&] { (void)DistributedDataParallel(net, world.group(), {.plan = make_bucket_layout(other)}); }),
                 HasSubstr("'weight' is no trainable parameter"));
   });
 }
@@ -128,7 +128,7 @@ TEST(Ddp, ASparseBufferIsRefusedByNameWhereItWouldBeBroadcast) {
   backward(reference, whole_batch(samples));
   run_ranks(2, [&](World& world) {
     WithGraph model;
-    EXPECT_THAT(refusal([&] { DistributedDataParallel(model, world.group()); }),
+    EXPECT_THAT(refusal([&] { (void)DistributedDataParallel(model, world.group()); }),
                 AllOf(HasSubstr("buffer 'graph.adjacency' is of layout Sparse"), HasSubstr("buffers = BufferBroadcast::Never")));
     DistributedDataParallel ddp(model, world.group(), {.buffers = BufferBroadcast::Never});
     backward(*model.net, part_of(whole_batch(samples), 2, world.rank()));
@@ -341,7 +341,7 @@ TEST(Ddp, ReduceDtypeHoldsGradientsOfHalfPrecisionInFull) {
     ddp.finish();
     EXPECT_EQ(mixed.half.grad().scalar_type(), at::kFloat);
     EXPECT_TRUE(at::equal(mixed.half.grad(), at::full({4}, 257.0)));  // no bf16
-    EXPECT_THAT(refusal([&] { DistributedDataParallel(mixed, world.group(), {.reduce_dtype = at::kBFloat16}); }), HasSubstr("reduce_dtype = BFloat16"));
+    EXPECT_THAT(refusal([&] { (void)DistributedDataParallel(mixed, world.group(), {.reduce_dtype = at::kBFloat16}); }), HasSubstr("reduce_dtype = BFloat16"));
   });
 }
 

@@ -607,7 +607,7 @@ TEST(FullyShard, WhatIsAskedOfPlainLayersThatStayGatheredCanBeFollowed) {
   run_ranks(2, [&](World& world) {
     RootOfPlain root;
     fill_parameters(*root);
-    EXPECT_THAT(refusal([&] { fully_shard(root, world.group(), {.reshard_after_forward = false}); }),
+    EXPECT_THAT(refusal([&] { (void)fully_shard(root, world.group(), {.reshard_after_forward = false}); }),
                 ::testing::AllOf(HasSubstr("'inner.layer' is watched by its operators"), HasSubstr("let a module that is derived so hold it and be a unit")));
     const auto sharded = fully_shard(root, world.group(), {.wrap = "inner", .reshard_after_forward = false});
     root(whole_batch(samples).x).sum().backward();
@@ -619,7 +619,7 @@ TEST(FullyShard, Refusals) {
   run_ranks(2, [&](World& world) {
     const auto refused = [&](FullyShardOptions options) {
       auto net = on_meta([] { return DeepNet(); });
-      return refusal([&] { fully_shard(net, world.group(), std::move(options)); });
+      return refusal([&] { (void)fully_shard(net, world.group(), std::move(options)); });
     };
     EXPECT_THAT(refused({.wrap = "blok*"}), HasSubstr("fully_shard: wrap = 'blok*': no module matches 'blok*'"));
     EXPECT_THAT(refused({.wrap = "blok*"}), HasSubstr("nearest path is 'block"));
@@ -630,11 +630,11 @@ TEST(FullyShard, Refusals) {
     EXPECT_THAT(refused({.wrap = "block*", .init = nothing}), HasSubstr("init left 35 of 35 elements of 'first.weight' untouched"));
     EXPECT_THAT(refused({.wrap = "block*", .init = reshape}), HasSubstr("init changed the shape of 'first.weight' from [7, 5] to [2]"));
     const auto plain = std::make_shared<Net>();
-    EXPECT_THAT(refusal([&] { fully_shard(*plain, world.group(), {.trigger = ShardTrigger::Calls}); }), HasSubstr("is a plain torch::nn::Module"));
+    EXPECT_THAT(refusal([&] { (void)fully_shard(*plain, world.group(), {.trigger = ShardTrigger::Calls}); }), HasSubstr("is a plain torch::nn::Module"));
     // Replicas that differ.
     DeepNet other;
     if (world.rank() == 1) fill_parameters(*other, 2);
-    EXPECT_THAT(refusal([&] { fully_shard(other, world.group()); }), HasSubstr("the replicas differ: parameter 'first.weight'"));
+    EXPECT_THAT(refusal([&] { (void)fully_shard(other, world.group()); }), HasSubstr("the replicas differ: parameter 'first.weight'"));
     // A second gradient after the unit has gone.
     DeepNet twice;
     auto sharded = fully_shard(twice, world.group());

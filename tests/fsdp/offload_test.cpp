@@ -316,13 +316,13 @@ TEST(FullyShard, AUnitWaitsAtOnePlace) {
   DeepNet net;
   const auto apart = [](const nn::NamedParameter& parameter) { return parameter.name.ends_with("bias") ? Offload::Host : Offload::None; };
   try {
-    fully_shard(net, comm::Group::self(), {.wrap = "block*", .place = apart});
+    (void)fully_shard(net, comm::Group::self(), {.wrap = "block*", .place = apart});
     FAIL() << "a unit was taken apart";
   } catch (const ConfigError& error) {
     EXPECT_THAT(error.what(), ::testing::AllOf(::testing::HasSubstr("are of one unit, '"), ::testing::HasSubstr("(offload.params)")));
   }
   try {
-    fully_shard(net, comm::Group::self(), {.offload = Offload::Disk});
+    (void)fully_shard(net, comm::Group::self(), {.offload = Offload::Disk});
     FAIL() << "nothing holds the slices";
   } catch (const ConfigError& error) {
     EXPECT_THAT(error.what(), ::testing::HasSubstr("there is no file; set options.file"));

@@ -1,7 +1,10 @@
 // What calls do not show, what was called wrongly, and what comes after a wrapper: it works, or it is refused by name.
 
 #include <atomic>
+#include <string>
+#include <thread>
 
+#include <c10/core/DeviceGuard.h>
 #include <gmock/gmock.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/optim/sgd.h>
@@ -463,7 +466,7 @@ TEST(FullyShard, UnshardGivesTheWholeBackAndItCanBeCutAnew) {
         {
           auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .param_dtype = at::kFloat, .trigger = trigger});
           for (int step = 0; step < 2; ++step) train(net, mine(step));
-          if (ranks > 1) EXPECT_THAT(refusal([&] { fully_shard(net, world.group()); }), HasSubstr("is a slice already"));
+          if (ranks > 1) EXPECT_THAT(refusal([&] { (void)fully_shard(net, world.group()); }), HasSubstr("is a slice already"));
           unshard(net);
           if (ranks > 1) EXPECT_THAT(refusal([&] { sharded->begin_step(); }), HasSubstr("after unshard()"));
         }
@@ -480,7 +483,7 @@ TEST(FullyShard, UnshardGivesTheWholeBackAndItCanBeCutAnew) {
     }
   }
   DeepNet other;
-  EXPECT_THAT(refusal([&] { unshard(other); }), HasSubstr("is not what fully_shard was given"));
+  EXPECT_THAT(refusal([&] { unshard(other); }), HasSubstr("is not what fully_shard was given, or was moved since"));
 }
 
 TEST(FullyShard, UnshardAfterAPassThatEndedByAnException) {
@@ -537,6 +540,66 @@ TEST(FullyShard, AWrapperThatGoesLeavesSlicesThatAreRefusedByName) {
       EXPECT_FALSE(named_values(*net).empty());  // slices can be looked at
       EXPECT_THROW(pending.sum().backward(), std::exception);
     }
+  });
+}
+
+/// Whether it reads what was gathered or needs no parameter at all, as that of one layer over the batch.
+TEST(FullyShard, ABackwardPassBehindTheWrappersEndIsRefusedByName) {
+  run_ranks(2, [&](World& world) {
+    const auto keep_it = HasSubstr("keep what fully_shard returned until backward() has returned");
+    for (const auto trigger : {ShardTrigger::Calls, ShardTrigger::Operators}) {
+      DeepNet net;
+      auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = trigger});
+      const at::Tensor pending = net(whole_batch(samples).x);
+      sharded.reset();
+      try {
+        pending.sum().backward();
+        ADD_FAILURE() << "whole gradients of one rank alone";
+      } catch (const std::exception& error) {
+        EXPECT_THAT(error.what(), keep_it);
+      }
+    }
+    torch::nn::Linear layer(5, 3);
+    fill_parameters(*layer);
+    auto sharded = fully_shard(layer, world.group());
+    const at::Tensor pending = layer(whole_batch(samples).x);
+    sharded.reset();
+    EXPECT_THAT(refusal([&] { pending.sum().backward(); }), ::testing::AllOf(keep_it, HasSubstr("' got a gradient, and what sums it over the ranks is gone")));
+  });
+}
+
+/// As spectral norms turn their weight before a forward's first operator with the input.
+TEST(FullyShard, ALayerOverATurnedHandleOnASliceIsRefusedByName) {
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      torch::nn::Linear layer(5, 7);
+      fill_parameters(*layer);
+      const auto sharded = fully_shard(layer, world.group());
+      const at::NoGradGuard no_grad;
+      EXPECT_THAT(refusal([&] { at::mv(layer->weight.detach().t(), at::ones({7})); }),
+                  ::testing::AllOf(HasSubstr("aten::mv was given a handle (detach(), data()) on 'weight'"), HasSubstr("make it in forward")));
+    });
+  }
+}
+
+/// Only the thread that called fully_shard is watched.
+TEST(FullyShard, APassInAnotherThreadIsToldSo) {
+  run_ranks(2, [&](World& world) {
+    torch::nn::Linear layer(torch::nn::LinearOptions(5, 2).bias(false));  // of one row on each rank, which fits by itself
+    fill_parameters(*layer);
+    const auto sharded = fully_shard(layer, world.group());
+    const at::Tensor x = whole_batch(samples).x;
+    std::string said;
+    std::thread loop([&] {
+      const c10::DeviceGuard device(x.device());
+      try {
+        layer(x).sum().backward();
+      } catch (const std::exception& error) {
+        said = error.what();
+      }
+    });
+    loop.join();
+    EXPECT_THAT(said, HasSubstr("another thread than the one that called fully_shard"));
   });
 }
 

@@ -86,6 +86,40 @@ TEST(GradientDispatcher, WaitsForPromisedDeliveries) {
   EXPECT_THROW(dispatcher.deliver(at::ones({3})), InternalError);
 }
 
+/// What has a gradient for its first argument alone.
+struct FirstAlone : torch::autograd::Function<FirstAlone> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a, const at::Tensor& b) { return a + b; }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list gradients) {
+    return {gradients.at(0), at::Tensor()};
+  }
+};
+
+TEST(GradientDispatcher, TellsNobodyWhereNothingIsAccumulated) {
+  for (const bool hears_arrivals : {true, false}) {
+    for (const bool had_gradient : {false, true}) {
+      at::Tensor weight = at::ones({2}).requires_grad_(), other = at::ones({2}).requires_grad_();
+      auto& dispatcher = GradientDispatcher::of(weight);
+      std::vector<std::string> log;
+      Attachment listening;
+      if (hears_arrivals) listening.add(dispatcher.listen_arriving([&](const at::Tensor&) { log.push_back("arriving"); }));
+      listening.add(dispatcher.listen([&](const at::Tensor&) { log.push_back("accumulated"); }));
+      listening.add(dispatcher.listen_final([&](const at::Tensor&) { log.push_back("final"); }));
+      if (had_gradient && hears_arrivals) weight.mutable_grad() = at::full({2}, 7.0);  // only who hears arrivals can tell
+      FirstAlone::apply(other, weight).sum().backward();
+      EXPECT_TRUE(other.grad().defined());
+      EXPECT_THAT(log, ElementsAre()) << "a function without a gradient for it";
+      const at::Tensor loss = (other * weight).sum();
+      weight.set_requires_grad(false);
+      loss.backward();
+      EXPECT_THAT(log, ElementsAre()) << "frozen between forward and backward";
+      EXPECT_EQ(weight.grad().defined(), had_gradient && hears_arrivals);
+      weight.set_requires_grad(true);
+      (other * weight).sum().backward();
+      EXPECT_EQ(log.size(), hears_arrivals ? 3u : 2u) << "once something comes again";
+    }
+  }
+}
+
 TEST(GradientDispatcher, DeliverAccumulatesIntoAViewAndCasts) {
   at::Tensor weight = at::ones({2}).requires_grad_();
   at::Tensor bucket = at::zeros({4});

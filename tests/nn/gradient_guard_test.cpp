@@ -29,6 +29,7 @@ TEST(GradientGuard, WhoReadsOrWritesItIsToldWhatToChange) {
   expect_refused("mul_", [&] { at::Tensor(grad).mul_(2); });
   expect_refused("add", [&] { at::ones({3, 2}).add_(grad); });
   expect_refused("clone", [&] { grad.clone(); });
+  expect_refused("memory", [&] { (void)grad.storage(); });
   expect_refused("foreach", [&] { at::_foreach_norm({at::ones({2}), grad}); });
   expect_refused("cat", [&] { at::cat({at::ones({3, 2}), grad}); });
   expect_refused("clip_grad_norm_", [&] { torch::nn::utils::clip_grad_norm_(linear->parameters(), 1.0); });

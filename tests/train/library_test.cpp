@@ -15,6 +15,7 @@
 #include "tessera/core/error.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/fsdp/fully_shard.h"
+#include "tessera/mesh/mesh.h"
 #include "tessera/nn/contrastive_loss.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
@@ -205,6 +206,27 @@ TEST(Library, ALoopUnderZero) {
     //:
     return bits_of(model);
   });
+}
+
+TEST(Library, HybridShardingByAMesh) {
+  std::vector<uint64_t> results(4);
+  run_ranks(4, [&](World& world) {
+    Net model;
+    fill(model);
+    //: hybrid
+    const tessera::Mesh mesh(world, {{"replicate", 2}, {"shard", world.size() / 2}});
+    tessera::ShardedDataParallel zero(model, {.shard = mesh["shard"], .replicate = mesh["replicate"]}, {.stage = 2, .average = true});
+    //:
+    auto optimizer = tessera::zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<torch::optim::Adam>(parts, 1e-2); });
+    const uint64_t before = bits_of(model);
+    const auto x = tessera::testing_support::random_tensor({8, 6}, "x").narrow(0, world.rank() * 2, 2);
+    model.forward(x).square().mean().backward();
+    optimizer.step();
+    EXPECT_EQ(mesh["shard"].size(), 2);
+    EXPECT_NE(bits_of(model), before);
+    results[static_cast<size_t>(world.rank())] = bits_of(model);
+  });
+  EXPECT_EQ(results, std::vector<uint64_t>(4, results.front()));
 }
 
 TEST(Library, ALoopUnderFullyShard) {

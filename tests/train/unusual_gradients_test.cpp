@@ -1,4 +1,5 @@
 #include <gmock/gmock.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/optim/sgd.h>
 
@@ -9,6 +10,7 @@
 #include "tessera/zero/sharded_data_parallel.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/nn/net.h"
+#include "tests/train/wrapped.h"
 
 /// Gradients that are not dense real numbers.
 namespace tessera {
@@ -86,6 +88,86 @@ TEST_P(UnusualGradients, ASparseOneIsRefusedByName) {
     const std::string said = refusal([&] { table->forward(at::arange(3)).sum().backward(); });
     EXPECT_THAT(said, ::testing::AllOf(HasSubstr("'weight'"), HasSubstr("sparse(true)")));
   });
+}
+
+/// A sum with a gradient for the first of its terms alone, as libtorch's double backward of a convolution of no samples leaves some out.
+struct FirstAlone : torch::autograd::Function<FirstAlone> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a, const at::Tensor& b) { return a + b; }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list gradients) {
+    return {gradients.at(0), at::Tensor()};
+  }
+};
+
+struct Shifted : torch::nn::Module {
+  Shifted() {
+    register_module("layer", layer);
+    shift = register_parameter("shift", at::ones({4, 3}));
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x, bool with_gradient) {
+    const at::Tensor h = at::tanh(layer(x)).unsqueeze(1).expand({-1, 4, -1});
+    return with_gradient ? h + shift : FirstAlone::apply(h + 0 * shift.detach(), shift);
+  }
+  torch::nn::Linear layer{5, 3};
+  at::Tensor shift;
+};
+
+/// One pass alone, which leaves the parameter without a gradient, and one that adds to the step before.
+TEST_P(UnusualGradients, AFunctionMayHaveNoneForAParameter) {
+  const auto train = [](Shifted& model, const Batch& mine, bool adds, auto& optimizer) {
+    for (int step = 0; step < 2; ++step) {
+      optimizer.zero_grad();
+      if (adds) model.forward(mine.x, /*with_gradient=*/true).square().sum().backward();
+      model.forward(mine.x, /*with_gradient=*/false).square().sum().backward();
+      optimizer.step();
+    }
+  };
+  for (const bool adds : {false, true}) {
+    Shifted whole;
+    const auto optimizer = sgd_of_model(whole.parameters());
+    train(whole, whole_batch(samples), adds, *optimizer);
+    run_ranks(2, [&](World& world) {
+      Shifted model;
+      const auto wrapper = wrap_by(GetParam(), model, {.shard = world.group()}, {.unused = true});
+      auto updates = zero_optimizer(*wrapper, sgd_of_model);
+      train(model, part_of(whole_batch(samples), 2, world.rank()), adds, updates);
+      unshard_all({wrapper.get()});
+      EXPECT_LT(largest_difference(values_of(model), values_of(whole)), parity) << adds;
+    });
+  }
+  run_ranks(2, [&](World& world) {
+    Shifted model;
+    const auto wrapper = wrap(GetParam(), model, world);
+    EXPECT_THAT(refusal([&] { model.forward(whole_batch(samples).x, /*with_gradient=*/false).sum().backward(); }),
+                ::testing::AllOf(HasSubstr("'shift'"), HasSubstr("find_unused_parameters")));
+  });
+}
+
+/// As plain libtorch, which accumulates nothing for it.
+TEST_P(UnusualGradients, AParameterMayBeFrozenBetweenForwardAndBackward) {
+  const auto train = [](Net& net, const Batch& mine, auto& optimizer) {
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      const at::Tensor loss = loss_of(net.forward(mine.x), mine.y, samples);
+      for (const at::Tensor& parameter : net.middle->parameters()) parameter.set_requires_grad(step != 1);
+      loss.backward();
+      optimizer.step();
+      for (const at::Tensor& parameter : net.middle->parameters()) parameter.set_requires_grad(true);
+    }
+  };
+  Net whole;
+  const auto optimizer = sgd_of_model(whole.parameters());
+  train(whole, whole_batch(samples), *optimizer);
+  for (const bool unused : {false, true}) {
+    run_ranks(2, [&](World& world) {
+      Net model;
+      const auto wrapper = wrap_by(GetParam(), model, {.shard = world.group()}, {.unused = unused});
+      auto updates = zero_optimizer(*wrapper, sgd_of_model);
+      train(model, part_of(whole_batch(samples), 2, world.rank()), updates);
+      unshard_all({wrapper.get()});
+      EXPECT_LT(largest_difference(values_of(model), values_of(whole)), parity);
+    });
+  }
 }
 
 }  // namespace

@@ -71,7 +71,7 @@ TEST(ZeroHybrid, BuffersThatDifferByReplicaAreRankZerosWhenTheNextStepHasBegun) 
 TEST(ZeroHybrid, GroupsThatShareRanksAreRefused) {
   run_ranks(2, [&](World& world) {
     Net net;
-    EXPECT_THAT(testing_support::refusal([&] { ShardedDataParallel(net, ShardGroups{.shard = world.group(), .replicate = world.group()}); }),
+    EXPECT_THAT(testing_support::refusal([&] { (void)ShardedDataParallel(net, ShardGroups{.shard = world.group(), .replicate = world.group()}); }),
                 ::testing::HasSubstr("sharded data parallelism: rank "));
   });
 }

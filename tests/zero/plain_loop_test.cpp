@@ -18,6 +18,7 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/nn/attach.h"
+#include "tessera/nn/gradient_guard.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/zero/support.h"
 
@@ -715,12 +716,12 @@ TEST(ZeroPlainLoop, AnOptimizerOfWholeVectorsIsRefusedByName) {
     run_ranks(2, [&](World& world) {
       Net net;
       ShardedDataParallel zero(net, groups_of(world, 1), options_of(way));
-      for (const std::string& text : {refusal([&] { zero_optimizer(zero, make); }), refusal([&] { zero_optimizer(net, make); })}) {
+      for (const std::string& text : {refusal([&] { (void)zero_optimizer(zero, make); }), refusal([&] { (void)zero_optimizer(net, make); })}) {
         EXPECT_THAT(text, HasSubstr("zero_optimizer: torch::optim::LBFGS takes dot products over all parameters"));
         EXPECT_THAT(text, HasSubstr("one of 2 parts"));
         EXPECT_THAT(text, HasSubstr("use an optimizer that goes element by element (Adam, AdamW, SGD, Adagrad, RMSprop), or DistributedDataParallel"));
       }
-      zero_optimizer(zero, make_adam);
+      (void)zero_optimizer(zero, make_adam);
     });
     run_ranks(1, [&](World& world) {
       Net net;
@@ -770,12 +771,12 @@ TEST(ZeroPlainLoop, AnOptimizerOfAnUnknownClassIsRefusedUnlessTheProgramVouches)
     run_ranks(2, [&](World& world) {
       Net net;
       ShardedDataParallel zero(net, groups_of(world, 1), options_of(way));
-      for (const std::string& text : {refusal([&] { zero_optimizer(zero, own); }), refusal([&] { zero_optimizer(net, own); })}) {
+      for (const std::string& text : {refusal([&] { (void)zero_optimizer(zero, own); }), refusal([&] { (void)zero_optimizer(net, own); })}) {
         EXPECT_THAT(text, HasSubstr("OwnDescent' is no class of which it is known that it goes element by element"));
         EXPECT_THAT(text, HasSubstr("one of 2 parts"));
         EXPECT_THAT(text, HasSubstr("ByElements::Vouched"));
       }
-      EXPECT_THAT(refusal([&] { zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<OwnSgd>(parts); }); }),
+      EXPECT_THAT(refusal([&] { (void)zero_optimizer(zero, [](const std::vector<at::Tensor>& parts) { return std::make_unique<OwnSgd>(parts); }); }),
                   HasSubstr("OwnSgd' is no class"));
       auto optimizer = zero_optimizer(zero, own, ByElements::Vouched);
       train(net, optimizer, 2, world.rank());
@@ -785,7 +786,7 @@ TEST(ZeroPlainLoop, AnOptimizerOfAnUnknownClassIsRefusedUnlessTheProgramVouches)
   run_ranks(1, [&](World& world) {  // has all of each parameter
     Net net;
     ShardedDataParallel zero(net, groups_of(world, 1));
-    EXPECT_NO_THROW(zero_optimizer(zero, own));
+    EXPECT_NO_THROW((void)zero_optimizer(zero, own));
   });
 }
 
@@ -1013,6 +1014,84 @@ TEST(ZeroPlainLoop, StateOfOtherSizesIsRefusedByNameOnAllRanks) {
       EXPECT_THAT(refusal([&] { sharded.step(); }), says);
     });
   }
+}
+
+TEST(ZeroPlainLoop, AnOptimizerWhoseWrapperIsGoneIsRefusedByName) {
+  run_ranks(2, [](World& world) {
+    for (const int stage : {1, 2}) {
+      Net net;
+      auto zero = std::make_unique<ShardedDataParallel>(net, ShardGroups{.shard = world.group()}, ZeroOptions{.stage = stage});
+      auto optimizer = zero_optimizer(*zero, make_adam);
+      backward(net, whole_batch(samples));
+      zero.reset();
+      const auto is_gone = AllOf(HasSubstr("the wrapper that holds '"), HasSubstr("is gone"), HasSubstr("keep the wrapper"));
+      EXPECT_THAT(refusal([&] { optimizer.step(); }), is_gone);
+      EXPECT_THAT(refusal([&] { optimizer.zero_grad(); }), is_gone);
+      EXPECT_THAT(refusal([&] { optimizer->zero_grad(); }), is_gone);
+      EXPECT_EQ(optimizer.inner().param_groups().size(), 1u) << "a scheduler may go after it";
+      const ShardedDataParallel anew(net, ShardGroups{.shard = world.group()}, ZeroOptions{.stage = stage});  // perhaps where the first one lay
+      EXPECT_THAT(refusal([&] { optimizer.step(); }), is_gone);
+    }
+  });
+}
+
+/// The last wrapper of a model takes its gradients: an optimizer over the parts of the one before would update nothing, and say nothing.
+TEST(ZeroPlainLoop, AnOptimizerOverAWrapperThatAnotherFollowedIsRefusedByName) {
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [](World& world) {
+      for (const int stage : {1, 2}) {
+        Net net;
+        ShardedDataParallel first(net, {.shard = world.group()}, {.stage = stage});
+        auto before = zero_optimizer(first, make_sgd);
+        ShardedDataParallel last(net, {.shard = world.group()}, {.stage = stage});
+        auto behind = zero_optimizer(first, make_sgd), right = zero_optimizer(last, make_sgd);
+        const auto weights = weights_of(net);
+        backward(net, whole_batch(samples));
+        for (auto* const wrong : {&before, &behind}) {
+          EXPECT_THAT(refusal([&] { wrong->step(); }), AllOf(HasSubstr("was wrapped again"), HasSubstr("'scale'"), HasSubstr("zero_optimizer(wrapper")));
+        }
+        right.step();
+        EXPECT_FALSE(same_bits(weights, weights_of(net)));
+      }
+    });
+  }
+}
+
+/// The step of what is inside would leave the parts apart, and an evaluation behind it would differ between ranks.
+TEST(ZeroPlainLoop, AStepByTheArrowIsRefusedByNameBeforeItUpdates) {
+  run_ranks(2, [](World& world) {
+    for (const auto& make : {MakeOptimizer(make_sgd), MakeOptimizer(make_adam)}) {
+      Net net;
+      ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 2});
+      auto optimizer = zero_optimizer(zero, make);
+      const auto weights = weights_of(net);
+      backward(net, whole_batch(samples));
+      EXPECT_THAT(refusal([&] { optimizer->step(); }), AllOf(HasSubstr("optimizer->step()"), HasSubstr("write optimizer.step()")));
+      EXPECT_TRUE(same_bits(weights, weights_of(net)));
+      const at::Tensor gradient = zero.updated().front().tensor.grad();
+      EXPECT_TRUE(!gradient.defined() || !nn::is_gradient_guard(gradient)) << "the gradients are there again";
+      optimizer.step();
+      EXPECT_FALSE(same_bits(weights, weights_of(net)));
+      backward(net, whole_batch(samples));
+      optimizer->zero_grad(/*set_to_none=*/false);
+      for (const auto& updated : zero.updated()) EXPECT_TRUE(at::equal(updated.tensor.grad(), at::zeros_like(updated.tensor))) << updated.name;
+      optimizer->zero_grad();
+      for (const auto& updated : zero.updated()) EXPECT_FALSE(updated.tensor.grad().defined()) << updated.name;
+    }
+  });
+}
+
+TEST(ZeroPlainLoop, TheInnerStepIsNamedWhereItsPartsWereLeftApart) {
+  run_ranks(2, [](World& world) {
+    Net net;
+    ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 2});
+    auto optimizer = zero_optimizer(zero, make_adam);
+    backward(net, whole_batch(samples));
+    optimizer.inner().step();
+    EXPECT_THAT(refusal([&] { backward(net, whole_batch(samples)); }), AllOf(HasSubstr("after_update()"), HasSubstr("optimizer.inner().step()")));
+    zero.after_update();
+    backward(net, whole_batch(samples));
+  });
 }
 
 }  // namespace

@@ -170,18 +170,19 @@ TEST(Zero, UnusedParametersAreRefusedByNameAndRankAndNobodyHangs) {
 TEST(Zero, MisuseIsRefused) {
   run_ranks(2, [&](World& world) {
     Net net;
-    EXPECT_THAT(refusal([&] { ShardedDataParallel(net, {.shard = world.group()}, {.stage = 3}); }), HasSubstr("zero.stage = 3: "));
-    EXPECT_THAT(refusal([&] { ShardedDataParallel(net, {.shard = world.group()}, {.reduce_dtype = at::kLong}); }), HasSubstr("reduce_dtype = Long"));
-    EXPECT_THAT(refusal([&] { ShardedDataParallel(net, {.shard = world.group()}, {.network_dtype = at::kFloat}); }), HasSubstr("network_dtype = Float"));
+    EXPECT_THAT(refusal([&] { (void)ShardedDataParallel(net, {.shard = world.group()}, {.stage = 3}); }), HasSubstr("zero.stage = 3: "));
+    EXPECT_THAT(refusal([&] { (void)ShardedDataParallel(net, {.shard = world.group()}, {.reduce_dtype = at::kLong}); }), HasSubstr("reduce_dtype = Long"));
+    EXPECT_THAT(refusal([&] { (void)ShardedDataParallel(net, {.shard = world.group()}, {.network_dtype = at::kFloat}); }), HasSubstr("network_dtype = Float"));
     torch::nn::Module views("Views");
     const at::Tensor shared = at::ones({8});
     views.register_parameter("a", shared.narrow(0, 0, 4));
     views.register_parameter("b", shared.narrow(0, 3, 4));
-    EXPECT_THAT(refusal([&] { ShardedDataParallel(views, {.shard = world.group()}); }), HasSubstr("parameters 'a' and 'b' share memory"));
+    EXPECT_THAT(refusal([&] { (void)ShardedDataParallel(views, {.shard = world.group()}); }), HasSubstr("parameters 'a' and 'b' share memory"));
     torch::nn::Module follows("Follows");
     follows.register_parameter("weight", at::ones({4}));
     follows.register_buffer("shadow", follows.parameters()[0].detach());
-    EXPECT_THAT(refusal([&] { ShardedDataParallel(follows, {.shard = world.group()}); }), HasSubstr("parameter 'weight' and buffer 'shadow' share memory"));
+    EXPECT_THAT(refusal([&] { (void)ShardedDataParallel(follows, {.shard = world.group()}); }),
+                HasSubstr("parameter 'weight' and buffer 'shadow' share memory"));
     for (const Way& way : ways) {
       ShardedDataParallel zero(net, {.shard = world.group()}, options_of(way));
       EXPECT_THAT(refusal([&] { zero.finish(); }), HasSubstr("finish() was called without begin_step()"));
