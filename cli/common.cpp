@@ -111,7 +111,7 @@ int problem_of_writing_in(const std::filesystem::path& folder) {
   return problem;
 }
 
-std::string problem_of_output(std::FILE* out) {
+std::string problem_of_output(std::FILE* out, const std::string& done) {
   const bool lost_before = std::ferror(out) != 0;
   errno = 0;
   const bool flushed = std::fflush(out) == 0;
@@ -119,6 +119,7 @@ std::string problem_of_output(std::FILE* out) {
   if (flushed && !lost_before) return "";
   // A stream keeps no reason of what it lost before. One more character meets the same one; where it does not, it is behind what is not whole.
   if (code == 0 && ::write(fileno(out), "\n", 1) < 0) code = errno;
+  if (!done.empty()) return detail::concat("cannot be written: ", reason_of_writing(code), "; ", done);
   return detail::concat("cannot be written: ", reason_of_writing(code),
                         "; what it holds is not whole: ", is_full(code) ? "make room" : "give it an output that can be written", ", and run this again");
 }

@@ -54,8 +54,9 @@ void say_once(const std::vector<std::string>& remarks);
 int problem_of_writing_in(const std::filesystem::path& folder);
 
 /// Brings out what was printed on `out`. Returns how the sentence about it ends where not all of it got there, from "cannot be written" to the way out; empty
-/// where it did. To see why, may print one more line end.
-std::string problem_of_output(std::FILE* out);
+/// where it did. To see why, may print one more line end. `done`: what the command has done besides, of which it would refuse a second run; then that is said
+/// in place of the way out.
+std::string problem_of_output(std::FILE* out, const std::string& done = "");
 
 /// Whether this process is to start copies of itself: several ranks are asked for, and no launcher started it.
 bool starts_copies(int nproc);

@@ -72,6 +72,16 @@ checkpoint::TextIds text_ids_of(const FoundCheckpoint& source, bool folder) {
   return {.folders = known};
 }
 
+/// No file that is written says how texts begin: those that do are the tokenizer's, which is not written. Beside adapters stands the folder that they were
+/// trained beside, which mostly says it.
+void say_how_texts_begin(const FoundCheckpoint& source, const ConvertFlags& flags) {
+  const bool begin_so = data_identity(source.manifest).value("bos", false);
+  if (!begin_so || (flags.to == "peft" && !source.config.data.bos.value_or(false))) return;
+  say_once({detail::concat(source.folder.string(), ": was trained with data.bos = true, an id of their own in front of texts, and ", flags.out,
+                           " does not say so: give `train`, `eval` and `generate` of it --set data.bos=true, and elsewhere a tokenizer that puts it "
+                           "(add_bos_token)")});
+}
+
 /// What lies in a checkpoint is its own.
 void check_outside(const std::string& out) {
   std::filesystem::path folder = std::filesystem::weakly_canonical(out).parent_path();
@@ -109,7 +119,7 @@ int convert(const ConvertFlags& flags) {
   require(!flags.out.empty(), "OUT is empty: name the folder to write");
   require(flags.max_shard_bytes > 0, "--max-shard-bytes = ", flags.max_shard_bytes, ": it must be at least 1");
   check_sets(flags.sets);
-  const auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT", flags.sets);
+  auto source = find_checkpoint(flags.checkpoint, "CHECKPOINT", flags.sets);
   check_outside(flags.out);
   say_once(source.remarks);
   const LoraConfig& lora = source.config.lora;
@@ -120,12 +130,17 @@ int convert(const ConvertFlags& flags) {
   options.text_ids = [&](bool folder) { return text_ids_of(source, folder); };
   if (flags.merge_lora) check_quantized_source(source.config, {.folder = &source.folder, .manifest = &source.manifest});
   if (flags.merge_lora) options.lora_scale = lora.alpha / static_cast<double>(lora.rank);
-  const auto exported = flags.to == "peft" ? checkpoint::export_peft(source.folder, model_beside(source), lora, flags.out, options)
-                                           : checkpoint::export_hugging_face(source.folder, source.config.model, flags.out, options);
+  const auto exported = read_newest(source, [&] {
+    return flags.to == "peft" ? checkpoint::export_peft(source.folder, model_beside(source), lora, flags.out, options)
+                              : checkpoint::export_hugging_face(source.folder, source.config.model, flags.out, options);
+  });
   say_once(exported.remarks);
+  say_how_texts_begin(source, flags);
   std::printf("%s: %lld tensors, %lld bytes in %lld %s, from %s\n", flags.out.c_str(), static_cast<long long>(exported.tensors),
               static_cast<long long>(exported.bytes), static_cast<long long>(exported.files), exported.files == 1 ? "file" : "files",
               source.folder.string().c_str());
+  const std::string problem = problem_of_output(stdout, flags.out + " is written, and whole");
+  if (!problem.empty()) throw Error("standard output " + problem);
   return 0;
 }
 

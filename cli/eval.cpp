@@ -98,17 +98,18 @@ int eval(const EvalFlags& flags) {
   const int64_t left_out = data::targets_left_out(*corpus, flags.seq_len);
   if (left_out > 0 && comm::read_environment().rank == 0)
     log().info("the last {} of the tokens of --file make no whole window of --seq-len = {} and are left out", left_out, flags.seq_len);
-  Settings settings = reading_settings(source, text);
-  settings.emplace_back("--file", "content " + corpus->content());
-  settings.emplace_back("--seq-len", std::to_string(flags.seq_len));
-  settings.emplace_back("--micro-size", std::to_string(flags.micro_size));
-  settings.emplace_back("--dump-logits", dump.empty() ? "not given" : "given");
   auto options = comm::world_options(config.comm);
   options.device = device;
   auto world = comm::World::from_environment(options);
   Evaluation found;
   std::string damaged;
   world.guard([&] {
+    choose_together(source, world.group());
+    Settings settings = reading_settings(source, text);
+    settings.emplace_back("--file", "content " + corpus->content());
+    settings.emplace_back("--seq-len", std::to_string(flags.seq_len));
+    settings.emplace_back("--micro-size", std::to_string(flags.micro_size));
+    settings.emplace_back("--dump-logits", dump.empty() ? "not given" : "given");
     check_ranks_agree(world.group(), settings);
     precision::settle_compute(source.config, device, world.group());
     RankScope scope(config, world.local_size());
@@ -118,9 +119,11 @@ int eval(const EvalFlags& flags) {
     const std::string smaller =
         micro_size == 1 ? "give a smaller --seq-len" : detail::concat("give a smaller --micro-size (now ", micro_size, ") or --seq-len");
     within_memory(config, smaller, [&] {
-      const auto loaded = load_model(source, reading_groups(config, mesh), device);
+      const auto loaded = load_newest(source, reading_groups(config, mesh), device, world.group());
       ForwardEngine engine(loaded);
       found = evaluate(engine, corpus, flags.seq_len, micro_size, mesh[roles.batch]);
+      const std::string changed = corpus->changed();
+      require(changed.empty(), "--file: ", changed, "; the loss may be of another text: run this again when whoever writes it is done");
       if (!flags.dump_logits.empty() && mesh.rank(roles.batch) == 0) write_logits(engine, corpus, flags, dump, micro_size, world.rank() == 0);
       if (!std::isfinite(found.loss)) damaged = first_not_finite(*loaded.model, world.group());
     });

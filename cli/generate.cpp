@@ -203,8 +203,6 @@ int generate_text(const GenerateFlags& flags) {
   say_once(remarks);
   say_once(found.remarks);
   say_once(ends.remarks);
-  Settings settings = reading_settings(source, found);
-  for (auto& flag : flag_settings(flags)) settings.push_back(std::move(flag));
   if (comm::read_environment().rank == 0) {
     for (size_t i = 0; i < wanted.requests.size(); i += static_cast<size_t>(flags.samples)) {
       say_what_cannot_be_spelled(wanted.requests[i].prompt, tokenizer);
@@ -215,6 +213,9 @@ int generate_text(const GenerateFlags& flags) {
   options.device = device;
   auto world = comm::World::from_environment(options);
   world.guard([&] {
+    choose_together(source, world.group());
+    Settings settings = reading_settings(source, found);
+    for (auto& flag : flag_settings(flags)) settings.push_back(std::move(flag));
     check_ranks_agree(world.group(), settings);
     take_ends_of_rank_0(ends, world.group());
     precision::settle_compute(source.config, device, world.group());
@@ -222,7 +223,7 @@ int generate_text(const GenerateFlags& flags) {
     scope.compute_on(device);
     const Mesh mesh(world, mesh_shape(config.mesh, config.zero.stage, ranks));
     within_memory(config, "give fewer --prompt, --samples or --max-tokens", [&] {
-      const auto loaded = load_model(source, reading_groups(config, mesh), device);
+      const auto loaded = load_newest(source, reading_groups(config, mesh), device, world.group());
       ForwardEngine engine(loaded);
       std::optional<Printer> printer;  // every rank knows every token, and one writes it
       if (world.rank() == 0) printer.emplace(tokenizer, wanted.texts, flags.max_tokens, ends.ids);

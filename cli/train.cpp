@@ -516,8 +516,8 @@ struct Asked {
   }
 };
 
-void add_observers(Trainer& trainer, const TrainFlags& flags, const Config& config) {
-  trainer.add_observer(std::make_unique<MetricsFile>(flags.strict_log));
+void add_observers(Trainer& trainer, const TrainFlags& flags, const Config& config, std::unique_ptr<MetricsFile> metrics) {
+  trainer.add_observer(std::move(metrics));
   trainer.add_observer(std::make_unique<TensorBoard>(flags.strict_log));
   if (config.model.experts > 0) trainer.add_observer(std::make_unique<ExpertMap>());
   if (flags.memory_report) trainer.add_observer(std::make_unique<MemoryReport>(flags.memory_report_file));
@@ -530,6 +530,8 @@ void run_rank(const TrainFlags& flags, const Launch& launch, Config config, cons
   options.device = launch.device;
   options.record_dir = record_dir(config);
   options.inject = flags.inject;
+  auto metrics = std::make_unique<MetricsFile>(flags.strict_log);
+  if (launch.first()) metrics->hold(config.log.dir, lock_patience(config, launch.restarted()));  // before the ranks meet, as checkpoint.dir
   auto world = comm::World::from_environment(options);
   std::optional<StopSignals> signals;
   const MemoryTracker memory;
@@ -544,7 +546,7 @@ void run_rank(const TrainFlags& flags, const Launch& launch, Config config, cons
     }
     Trainer trainer(config, world, std::move(inputs), dump, {.tracker = memory, .report = flags.memory_report}, launch.device);
     if (world.rank() == 0) save_config(asked.in(config), flags.strict_log);  // of a run that begins
-    add_observers(trainer, flags, config);
+    add_observers(trainer, flags, config, std::move(metrics));
     // Whoever ends the ranks of a launcher tells it, and it tells them by SIGTERM; a rank that hears of Ctrl-C itself has no one to wait for.
     launch.environment.launched ? signals.emplace({SIGTERM}) : signals.emplace({SIGTERM, SIGINT});
     trainer.stop_when([&] { return signals->received(); });

@@ -38,6 +38,9 @@ std::vector<SlicedTensor> parameter_targets(const torch::nn::Module& model);
 /// where the name of a state has no dot; of any other name the name itself.
 std::string_view parameter_of(std::string_view stored);
 
+/// Whether a stored tensor is a parameter or a buffer.
+bool is_of_model(std::string_view stored);
+
 /// The state that a stored tensor is: "exp_avg" of "optimizer.exp_avg.head.weight"; empty for what is none.
 std::string_view state_of(std::string_view stored);
 

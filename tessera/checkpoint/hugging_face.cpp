@@ -149,8 +149,13 @@ std::optional<std::vector<HuggingFaceTensor>> hugging_face_table(const ModelConf
   return std::nullopt;
 }
 
+void require_model_folder(const std::filesystem::path& dir) {
+  require(is_there(dir), "model.from_hf = ", dir.string(), ": there is no such folder; where it lies elsewhere by now, name that (--set model.from_hf=DIR)");
+}
+
 ModelConfig read_hugging_face_config(const Config& config) {
   const std::filesystem::path dir = config.model.from_hf;
+  require_model_folder(dir);
   require(is_there(dir / "config.json"), "model.from_hf = ", dir.string(), ": no config.json there; it must be the folder of a Hugging Face model");
   const HuggingFaceConfig file(dir / "config.json");
   const HuggingFaceFamily family = family_of(file);

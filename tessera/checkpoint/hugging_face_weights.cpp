@@ -22,13 +22,15 @@ namespace {
 /// The file of weights, or their index: the one that config.json names, or else the usual ones in the order in which transformers looks for them.
 std::string weights_name(const std::filesystem::path& dir) {
   const std::string single = "model.safetensors", index = "model.safetensors.index.json";
+  require_model_folder(dir);
   const auto config = dir / "config.json";
   if (const auto named = is_there(config) ? named_weights(HuggingFaceConfig(config)) : std::nullopt) {
     require(is_there(dir / *named), config.string(), ": transformers_weights = \"", *named, "\": no such file there; copy it beside, or leave the key out");
     return *named;
   }
   if (is_there(dir / single)) return single;
-  require(is_there(dir / index), "model.from_hf = ", dir.string(), ": holds neither ", single, " nor ", index);
+  require(is_there(dir / index), "model.from_hf = ", dir.string(), ": holds neither ", single, " nor ", index,
+          "; name the folder that holds them (--set model.from_hf=DIR)");
   return index;
 }
 

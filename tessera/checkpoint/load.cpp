@@ -155,7 +155,7 @@ void check_partial(const std::vector<std::string>& patterns, const Manifest& man
     const auto matches = [&](std::string_view name) { return nn::matches(pattern, name); };
     const bool stored = std::ranges::any_of(manifest.tensors, [&](const auto& tensor) { return matches(parameter_of(tensor.first)); });
     require(stored || std::ranges::any_of(parameters, matches), "checkpoint.partial = ", pattern,
-            ": matches no tensor of the checkpoint, and no parameter of the model; name some, or leave it out");
+            ": matches no tensor of the checkpoint, and no parameter or buffer of the model; name some, or leave it out");
   }
 }
 

@@ -55,6 +55,12 @@ Holder read_holder(int descriptor) {
   }
 }
 
+/// Which folder lies under that name.
+std::pair<uint64_t, uint64_t> folder_named(const std::filesystem::path& dir) {
+  struct stat named{};
+  return ::stat(dir.c_str(), &named) == 0 ? std::pair<uint64_t, uint64_t>(named.st_dev, named.st_ino) : std::pair<uint64_t, uint64_t>();
+}
+
 /// Whether the open file is the one of that name: who held the lock before may have removed it.
 bool is_named(int descriptor, const std::filesystem::path& file) {
   struct stat open{}, named{};
@@ -63,10 +69,11 @@ bool is_named(int descriptor, const std::filesystem::path& file) {
 
 }  // namespace
 
-RunLock::RunLock(const std::filesystem::path& dir, std::chrono::milliseconds patience) : dir_(dir), file_(dir / ".lock") {
+RunLock::RunLock(const std::filesystem::path& dir, std::chrono::milliseconds patience, LockedFolder what)
+    : what_(std::move(what)), dir_(dir), file_(dir / what_.file) {
   std::error_code error;
   std::filesystem::create_directories(dir, error);
-  require(!error, "checkpoint.dir = ", dir.string(), ": cannot be made: ", error.message(), "; name a folder that can be written");
+  require(!error || !what_.needed, what_.knob, " = ", dir.string(), ": cannot be made: ", error.message(), "; name a folder that can be written");
   Holder holder;
   const auto taken = [&] {
     if (try_lock()) return true;
@@ -74,33 +81,34 @@ RunLock::RunLock(const std::filesystem::path& dir, std::chrono::milliseconds pat
     ::close(std::exchange(descriptor_, -1));
     return false;
   };
-  const auto held = [&] { return detail::concat("checkpoint.dir = ", dir.string(), ": ", holder.text(), " is training into it"); };
+  const auto held = [&] { return detail::concat(what_.knob, " = ", dir.string(), ": ", what_.before, holder.text(), what_.after); };
   const bool is_ours = poll_until(patience, taken, held);  // who holds it is known behind that
-  require(is_ours, held(),
-          ", and two runs would overwrite each other's checkpoints; wait for its end, end it (on SIGTERM it saves), or name another checkpoint.dir");
+  require(is_ours, held(), what_.way_out);
+  folder_ = folder_named(dir_);
 }
 
 bool RunLock::try_lock() {
   const auto refuse = [&](int code) {
-    throw ConfigError(detail::concat("checkpoint.dir = ", dir_.string(), ": cannot be written: .lock in it: ", std::generic_category().message(code),
-                                     "; name a folder that can, or leave checkpoint.dir out"));
+    throw ConfigError(detail::concat(what_.knob, " = ", dir_.string(), ": cannot be written: ", what_.file, " in it: ", std::generic_category().message(code),
+                                     "; name a folder that can, or leave ", what_.knob, " out"));
   };
   for (;;) {
     descriptor_ = ::open(file_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
+    if (descriptor_ < 0 && !what_.needed) return true;
     if (descriptor_ < 0) refuse(errno);
     const Holder before = read_holder(descriptor_);
     char first = '{';  // of ours, though it be cut; a disk that failed may have left zeros
     if (::pread(descriptor_, &first, 1, 0) == 1 && first != '{' && first != '\0') {
       ::close(std::exchange(descriptor_, -1));
-      throw ConfigError(detail::concat("checkpoint.dir = ", dir_.string(),
-                                       ": .lock in it is no run's, which would be written over; move it elsewhere, or name "
-                                       "another checkpoint.dir"));
+      if (!what_.needed) return true;
+      throw ConfigError(detail::concat(what_.knob, " = ", dir_.string(), ": ", what_.file,
+                                       " in it is no run's, which would be written over; move it elsewhere, or name another ", what_.knob));
     }
     const int failed = ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
     if (failed == EWOULDBLOCK) return false;
     if (failed != 0) {
       if (before.alive() && before.pid != ::getpid()) return false;
-      remarks_.push_back(detail::concat("checkpoint.dir = ", dir_.string(), ": its file system has no locks (", std::generic_category().message(failed),
+      remarks_.push_back(detail::concat(what_.knob, " = ", dir_.string(), ": its file system has no locks (", std::generic_category().message(failed),
                                         "), so a second run on another host that trains into it would not be noticed"));
     } else if (!is_named(descriptor_, file_)) {
       ::close(std::exchange(descriptor_, -1));
@@ -112,7 +120,7 @@ bool RunLock::try_lock() {
     const Holder self = Holder::self();
     const std::string text = nlohmann::json{{"host", self.host}, {"boot", self.boot}, {"pid", self.pid}}.dump() + "\n";
     const bool written = ::ftruncate(descriptor_, 0) == 0 && ::pwrite(descriptor_, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size());
-    if (!written) {
+    if (!written && what_.needed) {  // it is the kernel's lock that keeps others out, and the text is for people
       const int code = errno;
       ::unlink(file_.c_str());
       ::close(std::exchange(descriptor_, -1));
@@ -122,9 +130,15 @@ bool RunLock::try_lock() {
   }
 }
 
+std::string RunLock::loss() const {
+  if (descriptor_ < 0 || is_named(descriptor_, file_)) return {};
+  return folder_named(dir_) == folder_ ? detail::concat("its ", what_.file, " was removed")
+                                       : std::string("the folder was removed, or moved, with what it held,");
+}
+
 RunLock::~RunLock() {
   if (descriptor_ < 0) return;
-  ::unlink(file_.c_str());  // while it is held, so that nobody finds a file that is about to go
+  if (is_named(descriptor_, file_)) ::unlink(file_.c_str());  // while it is held, so that nobody finds a file that is about to go; and no other run's
   ::close(descriptor_);
 }
 

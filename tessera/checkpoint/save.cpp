@@ -19,6 +19,7 @@
 #include "tessera/checkpoint/save_steps.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
+#include "tessera/core/log.h"
 
 // A checkpoint is there whole or not at all, whichever rank ends at whichever moment: files are written and synced in a hidden folder, the manifest comes last,
 // and one rename makes it exist. Every step of it is taken together: each rank learns whether all have done theirs, so that the failure of one is everybody's
@@ -70,8 +71,6 @@ std::optional<Manifest> replaced_by(const fs::path& folder, const CheckpointStat
   }
   return std::nullopt;
 }
-
-bool is_of_model(const std::string& stored) { return stored.starts_with("model.") || stored.starts_with("buffer."); }
 
 std::string kind_of(const nlohmann::json& optimizer) {
   const auto kind = optimizer.is_object() ? optimizer.find("kind") : optimizer.end();
@@ -220,7 +219,10 @@ void commit(const fs::path& temporary, const fs::path& folder, const Manifest& m
   }
   write_file(temporary / "manifest.json", to_json(manifest));
   sync_directory(temporary);
-  if (is_of_another(folder, manifest.run)) set_aside(folder.parent_path(), {folder});
+  if (is_of_another(folder, manifest.run)) {
+    const auto aside = set_aside(folder.parent_path(), {folder});
+    log().warn("{}: is not of the run that saves this step now, or holds what no save writes: set aside in {}", folder.string(), aside.string());
+  }
   rename_or_exchange(temporary, folder);
   sync_directory(folder.parent_path());
   std::error_code ignored;  // the checkpoint exists; an older one of this step, now under the temporary name, is prune()'s if it cannot go now

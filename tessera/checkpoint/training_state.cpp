@@ -110,8 +110,10 @@ std::string_view state_of(std::string_view stored) { return is_state(stored) ? r
 
 std::string_view parameter_of(std::string_view stored) {
   if (is_state(stored)) return rest(rest(stored));
-  return stored.starts_with(kModel) || stored.starts_with("buffer.") ? rest(stored) : stored;
+  return is_of_model(stored) ? rest(stored) : stored;
 }
+
+bool is_of_model(std::string_view stored) { return stored.starts_with(kModel) || stored.starts_with("buffer."); }
 
 std::vector<SlicedTensor> gradient_tensors(const torch::nn::Module& model) { return gradient_tensors(nn::unique_parameters(model)); }
 

@@ -306,6 +306,7 @@ std::shared_ptr<const Corpus> Corpus::open(const std::filesystem::path& file) {
 }
 
 Corpus::Corpus(std::filesystem::path path, std::unique_ptr<MappedFile> file) : path_(std::move(path)), file_(std::move(file)) {
+  seen_ = file_->opened();
   const CorpusHeader header = check_corpus(path_, file_->bytes());
   tokenizer_ = header.tokenizer;
   content_ = header.content;
@@ -330,6 +331,22 @@ Corpus::Corpus(std::filesystem::path path, std::unique_ptr<MappedFile> file) : p
 }
 
 Corpus::~Corpus() = default;
+
+std::string Corpus::changed() const {
+  const std::lock_guard lock(looking_);
+  const MappedFile::State now = file_->state();
+  if (!changed_.empty() || now == seen_) return changed_;
+  const auto bytes = file_->bytes();
+  bool same = now.bytes >= static_cast<int64_t>(bytes.size());  // to read behind its end would end the process
+  try {
+    same = same && std::string(check_corpus(path_, bytes).content) == content_;
+  } catch (const ConfigError&) {
+    same = false;
+  }
+  if (!same) changed_ = path_.string() + ": was written over while it was in use, and no longer holds what was opened";
+  seen_ = now;
+  return changed_;
+}
 
 int64_t Corpus::windows(int64_t seq_len, const std::string& seq_len_knob) const {
   if (documents_ != Documents::None) return packed(seq_len, seq_len_knob)->count();

@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "tessera/data/documents.h"
+#include "tessera/data/mapped_file.h"
 #include "tessera/data/tokenizer.h"
 
 namespace tessera::data {
 
-class MappedFile;
-
-/// Token ids of a text, packed into one memory-mapped file; see corpus_format.h for its layout. Immutable; any number of threads may read it.
+/// Token ids of a text, packed into one memory-mapped file; see corpus_format.h for its layout. Any number of threads may read it. It is what it was as long as
+/// nobody writes into that file (changed()); one that takes its place changes nothing.
 ///
 /// Memory: the pages that are read, shared by all processes of the machine.
 class Corpus {
@@ -49,6 +49,10 @@ class Corpus {
   int64_t text_bytes() const { return text_bytes_; }           ///< bytes of the (uncompressed) text
   const std::string& tokenizer() const { return tokenizer_; }  ///< its Tokenizer::fingerprint()
   const std::string& content() const { return content_; }      ///< hash of the sources and the tokenizer: equal for equal data, whatever its path
+
+  /// What has become of the file where it no longer holds what was opened: "a.bin: was written over while it was in use". Empty: nothing. It costs a question
+  /// to the system; where that has noted a change, be it of the file's name or mode, a pass over its bytes.
+  std::string changed() const;
 
   Documents documents() const { return documents_; }  ///< what it was cut into
   bool bos() const { return bos_; }                   ///< whether these, or the files, begin with the tokenizer's beginning-of-text id
@@ -90,6 +94,9 @@ class Corpus {
   Documents documents_ = Documents::None;
   bool bos_ = false;
   std::vector<int64_t> document_ends_;  // of files where documents are not told apart
+  mutable std::mutex looking_;
+  mutable MappedFile::State seen_{};  ///< when it last held what was opened
+  mutable std::string changed_;       ///< once it does not, it stays so
   mutable std::mutex packing_;
   mutable std::map<int64_t, std::shared_ptr<const PackedWindows>> packed_;  ///< by seq_len
 };

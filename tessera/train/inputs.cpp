@@ -153,12 +153,27 @@ void find_resume(const Config& config, const OpenOptions& options, Inputs& input
   if (inputs.resume) inputs.resume->hashed = hashing || known;
 }
 
-/// The model's parameters, and what an optimizer's choice by kind asks of them.
-optim::WholeModel described_model(const Config& config) {
+/// What `describe` says of the model, whole and without values, with its adapters.
+template <class Describe>
+auto of_described_model(const Config& config, const Describe& describe) {
   const auto model = on_meta([&] { return make_model(config.model); });
   const Attachment adapted = add_adapters(config, *model);
   nn::assign_paths(*model);
-  return optim::whole_model(*model);
+  return describe(*model);
+}
+
+/// The model's parameters, and what an optimizer's choice by kind asks of them.
+optim::WholeModel described_model(const Config& config) {
+  return of_described_model(config, [](const torch::nn::Module& model) { return optim::whole_model(model); });
+}
+
+/// Its parameters and buffers, as a checkpoint names them.
+std::vector<Slice> described_tensors(const Config& config) {
+  return of_described_model(config, [](const torch::nn::Module& model) {
+    std::vector<Slice> tensors;
+    for (auto& held : checkpoint::training_tensors(model, /*optimizer=*/nullptr)) tensors.push_back(std::move(held.slice));
+    return tensors;
+  });
 }
 
 /// Whether a run goes on with adapters of the checkpoint's, which were trained with its alpha: with those that checkpoint.partial does not name, and with those
@@ -202,12 +217,6 @@ void check_momentum(const OptimConfig& saved, const OptimConfig& now, const std:
   require(without == (momentum_of(now) == 0), "optim.momentum = ", format_float(momentum_of(now)), whose, ": ", folder,
           without ? " was written without momentum, and holds none to go on with" : " holds momentum, which would be lost", "; set optim.momentum ",
           without ? "= 0" : "above 0", ", or start anew with checkpoint.resume = \"\"");
-}
-
-std::vector<std::string> parameter_names(const Config& config) {
-  std::vector<std::string> names;
-  for (const Slice& parameter : described_model(config).parameters) names.push_back(parameter.name);
-  return names;
 }
 
 /// Rates and decay of a parameter may change; what its state is may not, but for those that checkpoint.partial names: their state begins anew.
@@ -272,7 +281,10 @@ void check_fit(const Config& config, const Inputs& inputs) {
   require(manifest.step <= config.run.steps, "run.steps = ", config.run.steps, ": ", folder, " is already at step ", manifest.step,
           "; raise run.steps, or resume from an earlier checkpoint");
   check_optimizers(config_of(manifest.progress, folder), config, manifest, folder);
-  if (!config.checkpoint.partial.empty()) checkpoint::check_partial(config.checkpoint.partial, manifest, parameter_names(config));
+  if (config.checkpoint.partial.empty()) return;
+  std::vector<std::string> names;
+  for (const Slice& tensor : described_tensors(config)) names.emplace_back(checkpoint::parameter_of(tensor.name));
+  checkpoint::check_partial(config.checkpoint.partial, manifest, names);
 }
 
 /// With the momentum that holds: checkpoints of before it could be unset say one that nobody gave.
@@ -387,18 +399,20 @@ void check_hashes(Inputs& inputs, const Config& config, const comm::World& world
 }
 
 PartialLoad partial_load(const ResumePoint& resume, const Config& config) {
-  constexpr std::string_view kModel = "model.";
   const auto& stored = resume.manifest.tensors;
   const std::vector<std::string> quantized = quantized_weights(config);
+  const std::set<std::string> in_fewer_bits(quantized.begin(), quantized.end());
   PartialLoad found;
-  std::set<std::string> own(quantized.begin(), quantized.end());
-  for (const Slice& parameter : described_model(config).parameters) {
-    if (!own.insert(parameter.name).second) continue;
-    const auto held = stored.find(std::string(kModel) + parameter.name);
-    (held != stored.end() && held->second.shape == parameter.shape ? found.loaded : found.fresh).push_back(parameter.name);
+  std::set<std::string> own;
+  for (const Slice& tensor : described_tensors(config)) {
+    own.insert(tensor.name);
+    std::string name(checkpoint::parameter_of(tensor.name));
+    if (in_fewer_bits.contains(name)) continue;
+    const auto held = stored.find(tensor.name);
+    (held != stored.end() && held->second.shape == tensor.shape ? found.loaded : found.fresh).push_back(std::move(name));
   }
   for (const auto& [name, held] : stored) {
-    if (name.starts_with(kModel) && !own.contains(name.substr(kModel.size()))) found.unread.push_back(name.substr(kModel.size()));
+    if (checkpoint::is_of_model(name) && !own.contains(name)) found.unread.emplace_back(checkpoint::parameter_of(name));
   }
   return found;
 }
@@ -484,6 +498,20 @@ void lock_checkpoint_dir(const Config& config, Inputs& inputs) {
   if (config.checkpoint.dir.empty() || inputs.lock) return;
   inputs.lock = std::make_unique<checkpoint::RunLock>(config.checkpoint.dir, lock_patience(config, inputs.restarted));
   for (const auto& remark : inputs.lock->remarks()) inputs.remarks.push_back(remark);
+}
+
+std::vector<std::string> hold_on_to_checkpoint_dir(const Config& config, Inputs& inputs) {
+  const std::string loss = inputs.lock ? inputs.lock->loss() : "";
+  if (loss.empty()) return {};
+  const std::string& dir = config.checkpoint.dir;
+  inputs.lock.reset();
+  try {
+    inputs.lock = std::make_unique<checkpoint::RunLock>(dir);
+  } catch (const ConfigError& error) {
+    throw Error(detail::concat("checkpoint.dir = ", dir, ": ", loss, " while this run went on, and it cannot be taken anew: ", error.what()));
+  }
+  return {detail::concat("checkpoint.dir = ", dir, ": ", loss, " while this run went on; it is taken anew, and holds what is saved from here on",
+                         checkpoint::checkpoint_folders(dir).empty() ? " alone" : "")};
 }
 
 checkpoint::RunIdentity run_identity(const Inputs& inputs) {

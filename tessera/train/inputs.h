@@ -69,7 +69,7 @@ Inputs open_inputs(const Config& config, const OpenOptions& options = {});
 /// refuse it. Throws ConfigError; also where ranks do not see the same checkpoint.
 void check_hashes(Inputs& inputs, const Config& config, const comm::World& world);
 
-/// What checkpoint.partial makes of a checkpoint, by names of the whole model's parameters: those that are loaded, those that begin anew, and what the
+/// What checkpoint.partial makes of a checkpoint, by names of the whole model's parameters and buffers: those that are loaded, those that begin anew, and what the
 /// checkpoint has beyond them, which is left unread. Weights in fewer bits, which no checkpoint holds, are none of these.
 struct PartialLoad {
   std::vector<std::string> loaded, fresh, unread;
@@ -93,6 +93,10 @@ std::chrono::milliseconds lock_patience(const Config& config, bool restarted);
 /// Takes checkpoint.dir for this run, where there is one: for the first rank, before it meets the others. Waits as lock_patience() says. Throws ConfigError
 /// where another live run has it, or nothing can be written there. Before check_checkpoint_dir: a live run comes first of what may be in the way.
 void lock_checkpoint_dir(const Config& config, Inputs& inputs);
+
+/// On the rank that holds the lock, before a save: where its lock, or the folder, was taken away meanwhile, so that nothing keeps another run out, takes
+/// checkpoint.dir anew. Returns the remark that says so. Throws Error where another live run has the place by now, or nothing can be written there.
+std::vector<std::string> hold_on_to_checkpoint_dir(const Config& config, Inputs& inputs);
 
 /// Who this run is: the one that it goes on from, started anew, or a fresh one.
 checkpoint::RunIdentity run_identity(const Inputs& inputs);

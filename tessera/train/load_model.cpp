@@ -1,8 +1,13 @@
 #include "tessera/train/load_model.h"
 
 #include <algorithm>
+#include <map>
+#include <optional>
+#include <utility>
 
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/folders.h"
+#include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/hook_prefix.h"
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/config/expert_rules.h"
@@ -35,6 +40,28 @@ std::filesystem::path checkpoint_folder(const std::filesystem::path& given, cons
           "; name a folder that `tessera train` wrote with checkpoint.dir");
   for (const auto& reason : found.skipped) remarks.push_back("passing over " + reason);
   return *found.folder;
+}
+
+FoundCheckpoint chosen_checkpoint(const std::filesystem::path& given, const std::string& flag) {
+  for (int choice = 1;; ++choice) {
+    const bool named = is_there(given / "manifest.json");
+    const auto before = named ? std::map<int64_t, std::filesystem::path>() : checkpoint::checkpoint_folders(given);
+    try {
+      FoundCheckpoint found;
+      found.folder = checkpoint_folder(given, flag, found.remarks);
+      found.flag = flag;
+      if (found.folder != given) found.chosen_from = given;
+      found.manifest = checkpoint::read_or_name_another([&] {
+        const auto problem = checkpoint::problem_with(found.folder, checkpoint::Thoroughness::Sizes);
+        require(!problem, problem.value_or(""));
+        return checkpoint::read_manifest(found.folder);
+      });
+      return found;
+    } catch (const ConfigError&) {
+      // What was listed may have gone before it was looked at, and seem damaged half way.
+      if (named || choice == kMostChoices || before == checkpoint::checkpoint_folders(given)) throw;
+    }
+  }
 }
 
 /// Parameters wait elsewhere; the unit in use and those ahead of it are on the device.
@@ -70,14 +97,18 @@ LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device 
 
 }  // namespace
 
+bool FoundCheckpoint::gone() const { return !is_there(folder / "manifest.json"); }
+
+std::string FoundCheckpoint::removal() const {
+  const bool named = chosen_from.empty();
+  return detail::concat(flag, " ", named ? folder.string() : chosen_from.string(), ": ", folder.filename().string(),
+                        " was removed while it was read, as checkpoint.keep of a run that trains does; ",
+                        named ? "name one that stays, or the folder that it lay in, for the newest" : "copy one elsewhere, and name that");
+}
+
 FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::string& flag, const std::vector<std::string>& sets) {
-  FoundCheckpoint found;
-  found.folder = checkpoint_folder(given, flag, found.remarks);
-  found.manifest = checkpoint::read_or_name_another([&] {
-    const auto problem = checkpoint::problem_with(found.folder, checkpoint::Thoroughness::Sizes);
-    require(!problem, problem.value_or(""));
-    return checkpoint::read_manifest(found.folder);
-  });
+  FoundCheckpoint found = chosen_checkpoint(given, flag);
+  found.sets = sets;
   const std::string source = found.folder.string();
   Config saved = config_of(found.manifest.progress, source);
   saved.checkpoint = {};  // how that run resumed, and over which ranks it was cut, is not how its checkpoint is to be read
@@ -103,6 +134,24 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
   found.config.run.seed = saved.run.seed;  // from which frozen weights in fewer bits are made again
   resolve(found.config);
   return found;
+}
+
+void choose_again(FoundCheckpoint& found) {
+  require(!found.chosen_from.empty(), found.removal());
+  FoundCheckpoint newest = find_checkpoint(found.chosen_from, found.flag, found.sets);
+  require(newest.manifest.run.run == found.manifest.run.run && newest.manifest.agreement == found.manifest.agreement, found.flag, " ",
+          found.chosen_from.string(), ": ", found.folder.filename().string(), " was taken away while it was read, and ", newest.folder.filename().string(),
+          ", the newest there now, is of another run or model; start again to read that one");
+  found = std::move(newest);
+}
+
+void choose_together(FoundModel& found, const comm::Group& group) {
+  if (group.size() == 1 || !found.checkpoint || found.checkpoint->chosen_from.empty()) return;
+  for (int choice = 1; choice <= kMostChoices; ++choice) {
+    const auto steps = checkpoint::gather_json(group, found.checkpoint->manifest.step);
+    if (std::ranges::all_of(steps, [&](const auto& step) { return step == steps.front(); })) return;
+    choose_again(*found.checkpoint);
+  }
 }
 
 FoundModel find_model(const ModelSource& source, const std::vector<std::string>& sets) {
@@ -157,6 +206,26 @@ ReadingGroups reading_groups(const Config& config, const Mesh& mesh) {
   return {.layers = mesh[roles.layers], .stages = pipeline_channels(mesh, roles.stages), .columns = mesh[roles.columns], .experts = expert_ranks(config, mesh)};
 }
 
+LoadedModel load_newest(FoundModel& found, const ReadingGroups& groups, at::Device device, const comm::Group& all) {
+  for (int choice = 1;; ++choice) {
+    nlohmann::json lost;
+    std::optional<LoadedModel> loaded;
+    try {
+      loaded = load_model(found, groups, device);
+    } catch (const ConfigError&) {
+      if (!found.checkpoint || !found.checkpoint->gone()) throw;
+      lost = found.checkpoint->removal();
+      if (found.checkpoint->chosen_from.empty() || choice == kMostChoices) throw ConfigError(lost.get<std::string>());
+    }
+    if (!found.checkpoint || found.checkpoint->chosen_from.empty()) return std::move(*loaded);
+    const auto answers = checkpoint::gather_json(all, lost);
+    if (std::ranges::all_of(answers, [](const auto& answer) { return answer.is_null(); })) return std::move(*loaded);
+    loaded.reset();  // before there is a second one
+    choose_again(*found.checkpoint);
+    choose_together(found, all);
+  }
+}
+
 LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at::Device device) {
   const auto& stored = found.checkpoint;
   LoadedModel loaded = build(found.config, groups, device, stored ? SavedWeights{&stored->folder, &stored->manifest} : SavedWeights());
@@ -164,7 +233,9 @@ LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at:
     load_starting_weights(found.config, *loaded.model);
     return loaded;
   }
-  const auto& [folder, manifest, config, remarks] = *found.checkpoint;
+  const auto& folder = stored->folder;
+  const auto& manifest = stored->manifest;
+  const auto& config = stored->config;
   std::vector<std::string> ignored{"optimizer.", checkpoint::kHookPrefix};
   for (const std::string& name : quantized_weights(config)) ignored.push_back("model." + name);
   checkpoint::load(folder, manifest, checkpoint::model_targets(*loaded.model),

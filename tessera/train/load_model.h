@@ -9,6 +9,7 @@
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/comm/group.h"
 #include "tessera/config/config.h"
+#include "tessera/core/error.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/train/cut_model.h"
@@ -26,8 +27,16 @@ struct ModelSource {
 struct FoundCheckpoint {
   std::filesystem::path folder;
   checkpoint::Manifest manifest;
-  Config config;                       ///< without the layout and the machine, which are not the reader's, and with `--set` on top, resolved
-  std::vector<std::string> remarks{};  ///< to be said aloud once: newer ones that were passed over
+  Config config;                        ///< without the layout and the machine, which are not the reader's, and with `--set` on top, resolved
+  std::vector<std::string> remarks{};   ///< to be said aloud once: newer ones that were passed over
+  std::filesystem::path chosen_from{};  ///< the checkpoint.dir whose newest it was; empty: it was named
+  std::string flag{};                   ///< which gave it
+  std::vector<std::string> sets{};
+
+  /// Whether it was there and is no more, as one that checkpoint.keep of a live run has removed.
+  bool gone() const;
+  /// The sentence about it.
+  std::string removal() const;
 };
 
 /// A model that is known but not yet loaded.
@@ -41,8 +50,33 @@ struct LoadedModel : CutModel {
   std::vector<std::unique_ptr<GradientSynchronizer>> fetched;  ///< what brings layers from the host when they are used; empty where all are on the device
 };
 
-/// The checkpoint `given`, or the newest valid one where it is a checkpoint.dir. `flag` names it in messages. Throws ConfigError.
+/// The checkpoint `given`, or the newest valid one where it is a checkpoint.dir, chosen again (some times) where a run removes it meanwhile. `flag` names it in
+/// messages. Throws ConfigError.
 FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::string& flag, const std::vector<std::string>& sets = {});
+
+/// How often a checkpoint is chosen from a checkpoint.dir before a reader gives up: a run that keeps one may remove it with every save.
+inline constexpr int kMostChoices = 8;
+
+/// In place of one that has gone, or that another rank chose, the newest of now. Throws ConfigError where it was named, or that is of another run or model.
+void choose_again(FoundCheckpoint& found);
+
+/// What `read` makes of a checkpoint by one process. Where it throws, for it has gone, it is called again for the newest of then.
+template <class Read>
+auto read_newest(FoundCheckpoint& found, const Read& read) -> decltype(read()) {
+  for (int choice = 1;; ++choice) {
+    try {
+      return read();
+    } catch (const ConfigError&) {
+      if (!found.gone()) throw;
+      if (choice == kMostChoices) throw ConfigError(found.removal());
+    }
+    choose_again(found);
+  }
+}
+
+/// All ranks choose on their own, and a run may save meanwhile: where they came to different checkpoints of one checkpoint.dir, they choose again. Those that
+/// differ all the same are for check_ranks_agree to refuse. Collective. Traffic: as of checkpoint::gather_json, some bytes a rank and choice.
+void choose_together(FoundModel& found, const comm::Group& group);
 
 /// Reads what is known of a model without its weights. Throws ConfigError.
 FoundModel find_model(const ModelSource& source, const std::vector<std::string>& sets);
@@ -64,6 +98,10 @@ struct ReadingGroups {
   ExpertRanks experts{};        ///< each has some of the experts, or of each some
 };
 ReadingGroups reading_groups(const Config& config, const Mesh& mesh);
+
+/// load_model(), and where a checkpoint that was chosen from a checkpoint.dir goes meanwhile, on any rank of `all`, that of the newest of then on all of them.
+/// Collective over `all`, who share the groups.
+LoadedModel load_newest(FoundModel& found, const ReadingGroups& groups, at::Device device, const comm::Group& all);
 
 /// Loads weights alone, for eval and generate; each rank reads its part. Collective over the groups. Throws ConfigError.
 LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups = {}, at::Device device = at::kCPU);

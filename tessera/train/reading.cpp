@@ -15,7 +15,8 @@ FoundTokenizer find_tokenizer(const FoundModel& model, const std::string& flag) 
   const checkpoint::Manifest* const trained = model.checkpoint ? &model.checkpoint->manifest : nullptr;
   FoundTokenizer found = open_tokenizer(config, trained, {.folder = "--from-hf", .tokenizer = "--tokenizer"}, flag);
   if (!model.checkpoint) return found;
-  const auto& [folder, manifest, unused, remarks] = *model.checkpoint;
+  const auto& folder = model.checkpoint->folder;
+  const auto& manifest = model.checkpoint->manifest;
   const auto identity = data_identity(manifest);
   if (identity.empty() || identity.value("tokenizer", "") == found.tokenizer->fingerprint()) return found;
   const std::string saved = config_of(manifest.progress, folder.string()).data.tokenizer;

@@ -194,6 +194,15 @@ nlohmann::json bucket_plans(const Composition& run) {
   return equal ? plans.front() : nlohmann::json(plans);
 }
 
+// Of a file that was written over, steps were taken with another text than checkpoints say, or with a mixture of the two.
+void require_same_text(const data::Corpus& corpus) {
+  const std::string changed = corpus.changed();
+  if (changed.empty()) return;
+  throw Error(detail::concat("data.files: ", changed, ": steps since the last checkpoint may be of another text, and nothing more is saved; put the text back ",
+                             "and go on from the last checkpoint, or start anew. A new text belongs beside the old one, under a name of its own, or is renamed "
+                             "into its place (mv)"));
+}
+
 // What is written while training goes on needs a group that no step uses.
 comm::Group saver_group(const Config& config, const comm::World& world) {
   if (!config.checkpoint.async) return world.group();
@@ -276,6 +285,7 @@ void Trainer::train_to_the_end(RunEnd& end) {
     if (saves && stop_ && !saving) save(end.step);
   }
   finish_saving();
+  require_same_text(*inputs_.corpus);  // of what no save has looked at
   if (stop_) {
     end.reason = stop_reason();
     return;
@@ -415,6 +425,9 @@ void Trainer::validate_model(int64_t step) {
     log().warn("step {}: the validation loss is not finite: of some text in data.validation_files the model makes no number, whatever its training loss says",
                step);
   }
+  const std::string changed = world_.rank() == 0 ? inputs_.validation->changed() : "";
+  if (!changed.empty() && !std::exchange(validation_changed_, true))
+    log().warn("data.validation_files: {}: validation losses from step {} on are not to be compared with those before", changed, step);
   for (auto& o : observers_) o->after_validation({.step = step, .loss = found->loss, .bits_per_byte = found->bits_per_byte});
 }
 
@@ -434,9 +447,25 @@ void Trainer::replay(const ResumePoint& resume) {
   }
 }
 
+void Trainer::look_around() {
+  nlohmann::json problem;
+  try {
+    require_same_text(*inputs_.corpus);
+    if (world_.rank() == 0) {
+      for (const auto& remark : hold_on_to_checkpoint_dir(config_, inputs_)) log().warn("{}", remark);
+    }
+  } catch (const Error& error) {
+    problem = error.what();
+  }
+  for (const auto& found : checkpoint::gather_json(world_.group(), problem)) {
+    if (found.is_string()) throw Error(found.get<std::string>());
+  }
+}
+
 void Trainer::save(int64_t step) {
   const auto start = Clock::now();
   mark_memory("save");
+  look_around();
   auto& run = stepper_.run();
   checkpoint::CheckpointState state;
   state.step = step;

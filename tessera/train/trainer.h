@@ -75,6 +75,9 @@ class Trainer {
   void validate_model(int64_t step);
   /// Compares what a checkpoint recorded with what it gives now that it is loaded.
   void replay(const ResumePoint& resume);
+  /// Throws, on every rank, where the text is no longer that which the run began with, so that nobody could go on from what is about to be saved, or where
+  /// another run has checkpoint.dir by now. Collective.
+  void look_around();
   void save(int64_t step);
   /// Waits for a save that is under way and throws where the run's last one failed, or is of weights that make no number.
   void finish_saving();
@@ -106,7 +109,8 @@ class Trainer {
   std::unique_ptr<checkpoint::Saver> saver_;  ///< null without checkpoint.dir
   double save_blocked_s_ = 0;                 ///< since the last step's report
   checkpoint::SaveOutcome last_save_;
-  int64_t lost_save_ = 0;  ///< the step of the last save, where its replay gives no number; else 0
+  bool validation_changed_ = false;  ///< its file was written over, which has been said
+  int64_t lost_save_ = 0;            ///< the step of the last save, where its replay gives no number; else 0
   std::function<int()> stop_signal_;
   std::optional<StopRequest> stop_;  ///< what the last step learned, or the validation behind it
   std::vector<std::unique_ptr<Observer>> observers_;

@@ -546,7 +546,10 @@ TEST(Save, LeavesWhatNoSaveWrote) {
               ThrowsMessage<std::runtime_error>(HasSubstr(".tmp-step-00000008: holds what no save writes (mine.txt)")));
   EXPECT_EQ(read_all(folder / ".tmp-step-00000008" / "mine.txt"), "precious");
   fs::rename(folder / ".tmp-step-00000008", folder / "step-00000008");
+  ::testing::internal::CaptureStderr();
   save_with(Layout::Rows, 2, folder.path(), 8);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr("step-00000008: is not of the run that saves"), HasSubstr("set aside in"), HasSubstr("set-aside-1")));
   EXPECT_EQ(read_all(folder / "set-aside-1" / "step-00000008" / "mine.txt"), "precious") << "a step that takes its place sets it aside";
   expect_loads(folder / "step-00000008", Layout::Replicated, 1);
 }

@@ -59,6 +59,41 @@ TEST(RunLock, WhatAnotherHostLeftIsTakenOverAndSaid) {
   EXPECT_THAT(RunLock(folder.path()).remarks(), IsEmpty());
 }
 
+TEST(RunLock, SaysWhatBecameOfItAndTakesNothingFromWhoHasThePlaceByNow) {
+  const TemporaryFolder folder;
+  const auto dir = folder / "runs";
+  {
+    const RunLock lock(dir);
+    EXPECT_EQ(lock.loss(), "");
+    std::filesystem::remove(dir / ".lock");
+    EXPECT_EQ(lock.loss(), "its .lock was removed");
+  }
+  auto first = std::make_unique<RunLock>(dir);
+  std::filesystem::rename(dir, folder / "moved");
+  EXPECT_THAT(first->loss(), HasSubstr("the folder was removed, or moved"));
+  const RunLock second(dir);
+  EXPECT_THAT(first->loss(), HasSubstr("the folder was removed, or moved"));
+  first.reset();
+  EXPECT_TRUE(std::filesystem::exists(dir / ".lock"));
+  EXPECT_THROW(RunLock{dir}, ConfigError);
+  EXPECT_EQ(second.loss(), "");
+}
+
+TEST(RunLock, IsDoneWithoutWhereItIsNotNeededButForAnothers) {
+  const TemporaryFolder folder;
+  const LockedFolder log{.knob = "log.dir", .file = ".log.lock", .before = "held by ", .after = "", .way_out = "; wait", .needed = false};
+  EXPECT_EQ(RunLock("/proc", {}, log).loss(), "");
+  write_all(folder / ".log.lock", "mine");
+  {
+    const RunLock none(folder.path(), {}, log);
+  }
+  EXPECT_EQ(read_all(folder / ".log.lock"), "mine");
+  std::filesystem::remove(folder / ".log.lock");
+  const RunLock first(folder.path(), {}, log), of_checkpoints(folder.path());
+  EXPECT_THAT([&] { RunLock second(folder.path(), {}, log); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("log.dir = "), HasSubstr(": held by process " + std::to_string(::getpid())), HasSubstr("; wait"))));
+}
+
 TEST(RunLock, AFileOfTheUsersIsLeftAloneAndALinkIsNotFollowed) {
   const TemporaryFolder folder;
   const auto lock = folder / ".lock", elsewhere = folder / "elsewhere";

@@ -37,6 +37,7 @@ TEST(ProblemOfOutput, SaysWhyAndTheWayOutOfThat) {
   std::fputs("text", closed.file.get());
   EXPECT_THAT(problem_of_output(closed.file.get()),
               AllOf(HasSubstr("Bad file descriptor"), HasSubstr("an output that can be written"), Not(HasSubstr("room"))));
+  EXPECT_EQ(problem_of_output(closed.file.get(), "OUT is written"), "cannot be written: Bad file descriptor; OUT is written");
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "tessera/data/corpus.h"
 
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -117,6 +118,42 @@ TEST(Corpus, ATextThatChangesWhileItIsPackedIsPackedAgain) {
     EXPECT_THAT([&] { Corpus::build({a, b}, while_built, folder / "out.bin"); }, ThrowsMessage<ConfigError>(HasSubstr("changed while it was packed")));
     EXPECT_FALSE(std::filesystem::exists(folder / "out.bin"));
   }
+}
+
+/// It is mapped, so whoever writes into it changes what is read; whoever puts another in its place does not.
+TEST(Corpus, AFileThatIsWrittenOverSaysSo) {
+  Folder folder;
+  const auto byte = Tokenizer::load("byte");
+  const auto packed = folder / "a.bin", other = folder / "other.bin";
+  const auto open = [&] { return Corpus::build({folder.write("a.txt", "one text")}, *byte, packed); };
+  Corpus::build({folder.write("b.txt", "two text")}, *byte, other);
+  const std::string theirs = slurp(other);
+  const auto write_over = [&](const std::filesystem::path& file, const std::string& bytes) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));  // the clock that the system notes changes by is coarse
+    std::fstream out(file, std::ios::in | std::ios::out | std::ios::binary);
+    out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  };
+  {
+    const auto corpus = open();
+    EXPECT_EQ(corpus->changed(), "");
+    std::filesystem::permissions(packed, std::filesystem::perms::owner_read, std::filesystem::perm_options::add);
+    std::filesystem::create_hard_link(packed, folder / "second name");
+    EXPECT_EQ(corpus->changed(), "") << "nothing of what it holds";
+    const std::string ours = slurp(packed);
+    write_over(packed, ours);
+    EXPECT_EQ(corpus->changed(), "") << "with the same";
+    std::filesystem::copy_file(other, folder / "new");
+    std::filesystem::rename(folder / "new", packed);
+    EXPECT_EQ(corpus->changed(), "") << "what was opened has lost its name alone";
+    EXPECT_EQ(text_of(*corpus), "one text");
+    write_over(folder / "second name", theirs);
+    EXPECT_THAT(corpus->changed(), HasSubstr("a.bin: was written over while it was in use"));
+    write_over(folder / "second name", ours);
+    EXPECT_THAT(corpus->changed(), HasSubstr("was written over")) << "somebody has read it by now";
+  }
+  const auto corpus = open();
+  std::filesystem::resize_file(packed, theirs.size() - 1);
+  EXPECT_THAT(corpus->changed(), HasSubstr("a.bin: was written over while it was in use"));
 }
 
 TEST(Corpus, ATextMayHaveTheLongestNameThereIs) {

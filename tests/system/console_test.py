@@ -1,5 +1,6 @@
 """Standard streams that are closed, full or cut: nothing that belongs on the console gets into a file, and no result is lost without a word."""
 
+import fcntl
 import json
 import os
 import resource
@@ -48,6 +49,16 @@ class Console(SystemTest):
                 done = subprocess.run([TESSERA, *map(str, command)], env=environment(), timeout=120, stdout=full, stderr=subprocess.PIPE, text=True)
             self.assertEqual(done.returncode, 1, command)
             self.assertRegex(done.stderr.splitlines()[-1], "standard output cannot be written: No space left on device; .* make room, and run this again$")
+
+    def test_what_is_written_besides_is_not_asked_for_again(self):
+        _, _, saved = self.train_as("beside", 1, None)
+        out = self.folder / "beside-hf"
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([TESSERA, "convert", saved, out, "--to", "hf"], env=environment(), timeout=120, stdout=full, stderr=subprocess.PIPE, text=True)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn(f"standard output cannot be written: No space left on device; {out} is written, and whole", done.stderr)
+        self.assertNotIn("again", done.stderr)
+        self.assertTrue((out / "model.safetensors").exists())
 
     def test_a_closed_output_takes_no_result(self):
         _, _, saved = self.train_as("lost", 1, None)
@@ -105,6 +116,19 @@ class Console(SystemTest):
         self.assertNotIn("are lost", said)
         alone = run(*command[1:], "run.steps=3")
         self.assertNotIn("another run", alone.stderr)
+
+    def test_a_log_folder_is_taken_before_anything_is_written_there(self):
+        log = self.folder / "taken"
+        command = ("train", self.recipe, "--set", f"log.dir={log}", "--set", "run.steps=6", "--set")
+        first = run(*command, "run.seed=1")
+        self.assertEqual(first.returncode, 0, first.stderr)
+        before = {file.name: file.read_bytes() for file in log.iterdir() if file.is_file()}
+        self.assertNotIn(".log.lock", before)
+        with open(log / ".log.lock", "w") as begun:  # a run that has not opened its records yet
+            fcntl.flock(begun, fcntl.LOCK_EX)
+            self.assertIn("another run that still trains writes its records there", self.refusal(run(*command, "run.seed=2")))
+        (log / ".log.lock").unlink()
+        self.assertEqual({file.name: file.read_bytes() for file in log.iterdir() if file.is_file()}, before)
 
     def test_too_few_open_files_are_refused_by_the_limits_name(self):
         def few():

@@ -97,7 +97,8 @@ class Reading(SystemTest):
     def test_a_folder_brings_its_tokenizer_and_says_how_a_text_begins(self):
         model, hf = self.folder / "t.model", self.folder / "hf"
         self.assertEqual(run("tokenize", "--train", "--vocab-size", 300, self.folder / "text.txt", "-o", model).returncode, 0)
-        self.assertEqual(run("convert", self.saved(f"data.tokenizer={model}", "model.vocab_size=300"), hf, "--to", "hf").returncode, 0)
+        converted, remark = run("convert", self.saved(f"data.tokenizer={model}", "model.vocab_size=300"), hf, "--to", "hf"), "was trained with data.bos = true"
+        self.assertEqual((converted.returncode, remark in converted.stderr), (0, False), converted.stderr)
         config = json.loads((hf / "config.json").read_text())
         self.assertEqual((config["bos_token_id"], config["eos_token_id"]), (1, 2))
         shutil.copy(model, hf / "tokenizer.model")
@@ -130,7 +131,9 @@ class Reading(SystemTest):
         self.train("on-log", recipe=recipe, sets=[f"checkpoint.dir={ckpt}", "checkpoint.resume=latest", "run.steps=4"])
         self.assertNotEqual(self.eval("--checkpoint", ckpt).stdout, self.eval("--checkpoint", ckpt, "--set", "data.bos=false").stdout)
         (hf / "generation_config.json").write_text('{"eos_token_id": 2}')
-        self.assertEqual(run("convert", ckpt, self.folder / "again", "--to", "hf").returncode, 0)
+        converted = run("convert", ckpt, self.folder / "again", "--to", "hf")
+        self.assertEqual((converted.returncode, converted.stderr.count(remark)), (0, 1), converted.stderr)  # by which no file of it goes
+        self.assertIn("--set data.bos=true", converted.stderr)
         self.assertEqual((self.folder / "again" / "generation_config.json").read_text(), '{"eos_token_id": 2}')
 
         def converted(source, name):

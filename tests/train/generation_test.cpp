@@ -9,6 +9,7 @@
 
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/comm/backends/record.h"
+#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/models/kv_cache.h"
@@ -322,12 +323,55 @@ TEST_F(Reading, ExpertsThatChooseReadWholeSequences) {
   EXPECT_THAT(refused({"mesh.tp=2", kBySequence}), HasSubstr("; set tensor.sequence_parallel = false"));
 }
 
+/// A run with checkpoint.keep goes on while its newest checkpoint is read.
+TEST_F(Reading, ACheckpointThatIsRemovedGivesWayToTheNewestOfThen) {
+  train_and_save("llama", 1, {"model.kv_heads=2", "checkpoint.every=10"});
+  const std::filesystem::path newest = checkpoints() + "/step-00000020", elsewhere = folder_ / "elsewhere";
+  const auto step_of = [](const FoundModel& model) { return model.checkpoint->manifest.step; };
+  const auto read_by = [&](int ranks, const std::function<FoundModel(int rank)>& chosen, const std::function<void()>& meanwhile) {
+    comm::run_ranks(ranks, [&](comm::World& world) {
+      FoundModel model = chosen(world.rank());
+      choose_together(model, world.group());
+      EXPECT_EQ(step_of(model), 20);
+      comm::barrier(world.group());
+      if (world.rank() == 0) meanwhile();
+      comm::barrier(world.group());
+      RankScope scope(model.config, world.local_size());
+      const Mesh mesh(world, mesh_shape(model.config.mesh, 0, ranks));
+      const auto loaded = load_newest(model, reading_groups(model.config, mesh), at::kCPU, world.group());
+      EXPECT_EQ(step_of(model), 10);
+      FoundModel named;
+      named.checkpoint = *model.checkpoint;
+      named.config = model.config;
+      const auto other = load_model(named, reading_groups(model.config, mesh));
+      const auto targets = checkpoint::model_targets(*loaded.model), theirs = checkpoint::model_targets(*other.model);
+      for (size_t i = 0; i < targets.size(); ++i) EXPECT_TRUE(at::equal(targets[i].tensor, theirs[i].tensor));
+    });
+  };
+  const auto take_away = [&] { std::filesystem::rename(newest, elsewhere); };
+  read_by(1, [&](int) { return found(); }, take_away);
+  const FoundModel older = found({"mesh.tp=2"});
+  std::filesystem::rename(elsewhere, newest);
+  ASSERT_EQ(step_of(older), 10);
+  read_by(2, [&](int rank) { return rank == 0 ? found({"mesh.tp=2"}) : older; }, take_away);
+
+  std::filesystem::rename(elsewhere, newest);
+  FoundModel named = find_model({.from_hf = {}, .checkpoint = newest}, {"run.threads=1"});
+  take_away();
+  EXPECT_THAT(refusal([&] { load_newest(named, {}, at::kCPU, comm::Group::self()); }),
+              AllOf(HasSubstr("--checkpoint " + newest.string()), HasSubstr("was removed while it was read"), HasSubstr("name one that stays")));
+  FoundModel last = found();
+  std::filesystem::remove_all(checkpoints());
+  EXPECT_THAT(refusal([&] { load_newest(last, {}, at::kCPU, comm::Group::self()); }), HasSubstr("no valid checkpoint there"));
+}
+
 /// As a run that goes on does: the stored weights are a rounding of the masters.
 TEST_F(Reading, WeightsAreWidenedFromTheirMasters) {
   train_and_save("llama", 2, {"model.kv_heads=2", "precision.params=bf16", "mesh.dp_shard=2", "zero.stage=2"});
   const FoundModel wide = found({"precision.params=fp32"}), as_stored = found();
-  const auto& [folder, manifest, unused, remarks] = *wide.checkpoint;
-  const auto of_state = [&, &folder = folder, &manifest = manifest](const checkpoint::SlicedTensor& held, const std::string& state) {
+  const auto& folder = wide.checkpoint->folder;
+  const auto& manifest = wide.checkpoint->manifest;
+  const auto of_state = [&](const checkpoint::SlicedTensor& held, const std::string& state) {
     const std::string name = state + std::string(checkpoint::parameter_of(held.slice.name));
     const at::ScalarType dtype = checkpoint::dtype_from_name(manifest.tensors.at(name).dtype);
     checkpoint::SlicedTensor stored{at::empty_like(held.tensor, held.tensor.options().dtype(dtype)), held.slice};

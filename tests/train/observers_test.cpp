@@ -174,6 +174,27 @@ TEST(MetricsFile, ASecondLiveRunIsRefused) {
   MetricsFile().on_start({.log_dir = folder.path()});
 }
 
+/// Between a look and the first line another run may begin.
+TEST(MetricsFile, ItsFolderIsTakenBeforeThereAreRecords) {
+  const Folder folder;
+  const auto begin = [&] { MetricsFile().on_start({.log_dir = folder.path()}); };
+  {
+    MetricsFile first;
+    first.hold(folder.path());
+    EXPECT_THAT(refusal(begin), AllOf(HasSubstr("log.dir = "), HasSubstr("another run that still trains writes its records there (process "),
+                                      HasSubstr("name another log.dir")));
+    EXPECT_FALSE(std::filesystem::exists(folder / "metrics.jsonl"));
+    first.on_start({.log_dir = folder.path()});
+    first.after_step(step(1));
+    EXPECT_EQ(lines(folder / "metrics.jsonl").size(), 1u);
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder / ".log.lock"));
+  RecordFile of_an_older_version;
+  ASSERT_TRUE(of_an_older_version.open(folder / "metrics.jsonl"));
+  EXPECT_THAT(refusal(begin), HasSubstr("another run that still trains"));
+  EXPECT_EQ(lines(folder / "metrics.jsonl").size(), 1u);
+}
+
 TEST(MetricsFile, ALiveRunIsFoundWhereLocksAskForADescriptorThatMayWrite) {
   const Folder folder;
   const FileLocks locks(FileLocks::of_nfs);
@@ -434,7 +455,9 @@ TEST(RecordFile, TellsOfADeviceThatTakesNothing) {
 TEST(MetricsFile, RefusesAFolderThatCannotBeWritten) {
   Folder folder;
   MetricsFile metrics;
-  EXPECT_THAT(refusal([&] { metrics.on_start({.log_dir = folder / "none"}); }), AllOf(HasSubstr("log.dir"), HasSubstr("none"), HasSubstr("No such file")));
+  std::ofstream(folder / "file") << "in its place";
+  EXPECT_THAT(refusal([&] { metrics.on_start({.log_dir = folder / "file" / "none"}); }),
+              AllOf(HasSubstr("log.dir"), HasSubstr("none"), HasSubstr("Not a directory")));
 }
 
 /// Tells a bar of a run of `last` steps.

@@ -60,6 +60,42 @@ class Runs : public testing_support::ResumeFixture {
   }
   int64_t first_step() const { return steps_.empty() ? 0 : steps_.front().step; }
 
+  /// What ends a run; ThrowsMessage would begin another one to tell.
+  static std::string failure(const std::function<void()>& action) {
+    try {
+      action();
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "none";
+  }
+  /// The same with something that happens to it behind each step.
+  std::string run_beside(const std::string& dir, Sets more, const std::function<void(int64_t step)>& meanwhile) {
+    class Beside : public Observer {
+     public:
+      explicit Beside(const std::function<void(int64_t)>& meanwhile) : meanwhile_(meanwhile) {}
+      void after_step(const StepResult& result) override { meanwhile_(result.step); }
+
+     private:
+      const std::function<void(int64_t)>& meanwhile_;
+    };
+    if (!dir.empty()) more.insert(more.end(), {"checkpoint.dir=" + (folder_ / dir).string(), "checkpoint.every=2"});
+    more.push_back("run.steps=6");
+    const Config config = settings(ddp2_, more);
+    ::testing::internal::CaptureStderr();
+    try {
+      comm::run_ranks(2, [&](comm::World& world) {
+        Trainer trainer(config, world, open_inputs(config));
+        trainer.add_observer(std::make_unique<Beside>(meanwhile));
+        trainer.run();
+      });
+    } catch (...) {
+      ::testing::internal::GetCapturedStderr();
+      throw;
+    }
+    return ::testing::internal::GetCapturedStderr();
+  }
+
   const Layout ddp2_{"ddp2", 2, {}};
   std::vector<StepResult> steps_;
 };
@@ -102,6 +138,75 @@ TEST_F(Runs, ASecondLiveRunIsRefusedByName) {
   run_into("a", 4, {});  // its checkpoints are in the way, too, and of no use to whoever is told to go on from them
   const checkpoint::RunLock first(folder_ / "a");
   EXPECT_THAT(([&] { run_into("a", 4, {}); }), ThrowsMessage<ConfigError>(AllOf(HasSubstr("is training into it"), HasSubstr("name another checkpoint.dir"))));
+}
+
+TEST_F(Runs, ACheckpointFolderThatWasTakenAwayIsTakenAnew) {
+  const auto at_step_3 = [&](const std::function<void()>& happens) {
+    return [&, happens](int64_t step) {
+      if (step == 3) happens();
+      if (step == 5) EXPECT_THROW(checkpoint::RunLock{folder_ / "a"}, ConfigError) << "whoever comes now is kept out";
+    };
+  };
+  const auto move = [&] { std::filesystem::rename(folder_ / "a", folder_ / "moved"); };
+  EXPECT_THAT(
+      run_beside("a", {}, at_step_3(move)),
+      AllOf(HasSubstr("the folder was removed, or moved, with what it held, while this run went on; it is taken anew"), HasSubstr("from here on alone")));
+  EXPECT_THAT(steps_in("a"), ElementsAre(4, 6));
+  EXPECT_THAT(steps_in("moved"), ElementsAre(2));
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "a" / ".lock"));
+
+  std::filesystem::remove_all(folder_ / "a");
+  EXPECT_THAT(run_beside("a", {"checkpoint.async=true"}, at_step_3([&] { std::filesystem::remove(folder_ / "a" / ".lock"); })),
+              HasSubstr("its .lock was removed"));
+  EXPECT_THAT(steps_in("a"), ElementsAre(2, 4, 6));
+
+  std::filesystem::remove_all(folder_ / "a");
+  std::filesystem::remove_all(folder_ / "moved");
+  std::unique_ptr<checkpoint::RunLock> another;
+  const auto give_away = [&] {
+    move();
+    another = std::make_unique<checkpoint::RunLock>(folder_ / "a");
+  };
+  EXPECT_THAT(failure([&] { run_beside("a", {}, at_step_3(give_away)); }), AllOf(HasSubstr("cannot be taken anew"), HasSubstr("is training into it")));
+  EXPECT_THAT(steps_in("a"), IsEmpty()) << "nothing of one run among the other's";
+  EXPECT_EQ(another->loss(), "");
+}
+
+/// It is mapped: what is written into it is trained on, and no run could go on from there.
+TEST_F(Runs, ATextThatIsWrittenOverEndsTheRunBeforeItIsSaved) {
+  const auto byte = data::Tokenizer::load("byte");
+  const auto pack = [&](const std::string& name, char letter) {
+    std::ofstream(folder_ / (name + ".txt")) << std::string(3000, letter);
+    data::Corpus::build({folder_ / (name + ".txt")}, *byte, folder_ / (name + ".bin"));
+    std::ifstream file(folder_ / (name + ".bin"), std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  const std::string ours = pack("ours", 'a'), theirs = pack("theirs", 'b');
+  const auto write_over = [&](const std::string& bytes) {  // at no time shorter, for ranks read it
+    std::fstream file(folder_ / "ours.bin", std::ios::in | std::ios::out | std::ios::binary);
+    file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  };
+  const auto at_step_3 = [](const std::function<void()>& happens) {
+    return [happens](int64_t step) {
+      if (step == 3) happens();
+    };
+  };
+  const std::string files = "data.files=[\"" + (folder_ / "ours.bin").string() + "\"]";
+  for (const std::string dir : {"a", ""}) {
+    EXPECT_THAT(failure([&] { run_beside(dir, {files}, at_step_3([&] { write_over(theirs); })); }),
+                AllOf(HasSubstr("data.files: "), HasSubstr("ours.bin: was written over while it was in use"), HasSubstr("(mv)")));
+    write_over(ours);
+  }
+  EXPECT_THAT(steps_in("a"), ElementsAre(2));
+  const auto put_in_its_place = [&] { std::filesystem::rename(folder_ / "theirs.bin", folder_ / "ours.bin"); };
+  EXPECT_THAT(run_beside("a", {files, "checkpoint.resume=latest"}, at_step_3(put_in_its_place)), Not(HasSubstr("written over")));
+  EXPECT_THAT(steps_in("a"), ElementsAre(2, 4, 6));
+
+  pack("ours", 'a');
+  const std::string said =
+      run_beside("", {"data.validation_files=[\"" + (folder_ / "ours.bin").string() + "\"]", "run.validate_every=1"}, at_step_3([&] { write_over(theirs); }));
+  EXPECT_THAT(said, HasSubstr("data.validation_files: "));
+  EXPECT_EQ(said.find("losses from step 3 on"), said.rfind("losses from step ")) << said;
 }
 
 /// A file server keeps what a host held that has vanished, and a refusal would end the job whatever restarts it has left.
@@ -449,6 +554,31 @@ TEST_F(Runs, APartialLoadSaysWhatBeginsAnewAndIsReplayedWhereNothingDoes) {
   const PartialLoad found = partial_load({.folder = at("a", 2), .manifest = checkpoint::read_manifest(at("a", 2))}, settings(ddp2_, {"model.layers=2"}));
   EXPECT_EQ(found.unread.size(), 9U);
   EXPECT_THAT(found.fresh, IsEmpty());
+}
+
+/// A router's steering bias is a buffer.
+TEST_F(Runs, APartialLoadSaysWhatBeginsAnewOfBuffers) {
+  const auto mixture = [&](const std::string& router, const Sets& more) {
+    Sets sets{"model.router=" + router, "run.threads=1", "run.steps=2", "batch.global_size=4", "batch.micro_size=1", "checkpoint.every=2"};
+    sets.insert(sets.end(), more.begin(), more.end());
+    return config("mixtral", sets);
+  };
+  const auto dir = "checkpoint.dir=" + (folder_ / "softmax").string();
+  const Config from = mixture("softmax", {dir});
+  comm::run_ranks(2, [&](comm::World& world) { Trainer(from, world, open_inputs(from)).run(); });
+  const auto goes_on = [&](const std::string& pattern) {
+    return mixture("sigmoid", {"checkpoint.resume=" + (folder_ / "softmax" / step_name(2)).string(), "checkpoint.partial=[\"" + pattern + "\"]"});
+  };
+  const Config named = goes_on("**.router.bias");
+  const auto inputs = open_inputs(named);
+  EXPECT_THAT(partial_load(*inputs.resume, named).fresh, ElementsAre("layers.0.feed_forward.router.bias", "layers.1.feed_forward.router.bias"));
+  EXPECT_THAT(changes_since(*inputs.resume, named), Contains(HasSubstr("begin anew (layers.0.feed_forward.router.bias, ")));
+  EXPECT_THAT([&] { open_inputs(goes_on("**.router.biases")); }, ThrowsMessage<ConfigError>(HasSubstr("no parameter or buffer of the model")));
+  auto steered = checkpoint::read_manifest(folder_ / "softmax" / step_name(2));
+  steered.tensors["buffer.layers.0.feed_forward.router.bias"] = steered.tensors.at("model.norm.weight");
+  const PartialLoad back = partial_load({.folder = "", .manifest = steered}, from);
+  EXPECT_THAT(back.fresh, IsEmpty());
+  EXPECT_THAT(back.unread, ElementsAre("layers.0.feed_forward.router.bias"));
 }
 
 TEST_F(Runs, MuonsGroupsMayNameTheOptimizerThatAParameterHasAlready) {

@@ -22,6 +22,10 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+// One sentence, whichever of the two locks says so.
+constexpr const char* kHeld = "another run that still trains writes its records there";
+constexpr const char* kWayOut = ", and would lose them to this one; wait for its end, end it, or name another log.dir";
+
 /// What a file of records holds; nothing where there is none.
 struct Records {
   std::string kept;     ///< the lines that tell of the run's own steps
@@ -125,12 +129,22 @@ int64_t continue_file(const std::filesystem::path& file, int64_t first_step, int
 
 void MetricsFile::check_free(const std::filesystem::path& log_dir, std::chrono::milliseconds patience) {
   const auto free = [&] { return !RecordFile::is_being_written(log_dir / "metrics.jsonl"); };
-  const auto held = [&] { return detail::concat("log.dir = ", log_dir.string(), ": another run that still trains writes its records there"); };
-  require(poll_until(patience, free, held), held(), ", and would lose them to this one; wait for its end, end it, or name another log.dir");
+  const auto held = [&] { return detail::concat("log.dir = ", log_dir.string(), ": ", kHeld); };
+  require(poll_until(patience, free, held), held(), kWayOut);
+}
+
+void MetricsFile::hold(const std::filesystem::path& log_dir, std::chrono::milliseconds patience) {
+  if (lock_) return;
+  // checkpoint.dir may be the same folder, and has a lock of its own.
+  lock_ = std::make_unique<checkpoint::RunLock>(
+      log_dir, patience,
+      checkpoint::LockedFolder{
+          .knob = "log.dir", .file = ".log.lock", .before = detail::concat(kHeld, " ("), .after = ")", .way_out = kWayOut, .needed = false});
 }
 
 void MetricsFile::on_start(const RunInfo& run) {
-  check_free(run.log_dir);
+  hold(run.log_dir);
+  check_free(run.log_dir);  // of a version that held its records alone
   const RunRecord writer(run.log_dir);
   run_ = run;
   own_steps_ = writer.own_steps(run);

@@ -2,7 +2,9 @@
 
 #include <chrono>
 #include <filesystem>
+#include <memory>
 
+#include "tessera/checkpoint/run_lock.h"
 #include "tessera/train/observer.h"
 #include "tessera/train/observers/record_file.h"
 
@@ -27,6 +29,10 @@ class MetricsFile : public Observer {
   /// Throws ConfigError where a live run writes its records into `log_dir`, and `patience` later still does (lock_patience).
   static void check_free(const std::filesystem::path& log_dir, std::chrono::milliseconds patience = {});
 
+  /// Takes `log_dir` for this run, before anything there is read or written, for as long as this object lives: check_free() looks, and another run may begin
+  /// between a look and the first line. Where no lock is to be had (a full disk, a file system without), it goes without. Throws ConfigError as check_free().
+  void hold(const std::filesystem::path& log_dir, std::chrono::milliseconds patience = {});
+  /// Holds log_dir, where nobody has said so before.
   void on_start(const RunInfo& run) override;
   void after_step(const StepResult& result) override;
   void after_validation(const ValidationResult& result) override;
@@ -36,6 +42,7 @@ class MetricsFile : public Observer {
  private:
   void open_timeline();
 
+  std::unique_ptr<checkpoint::RunLock> lock_;
   RecordFile metrics_, validation_, timeline_;
   RunInfo run_{};
   int64_t own_steps_ = 0;                        ///< of what the files held
