@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "tessera/core/ambient.h"
+#include "tessera/memory/on_host.h"
 
 // The engine's rule is torch/csrc/autograd/input_buffer.cpp: it adds to the first term where nobody else holds it or its memory, without gradients of
 // gradients, and "subclass-like" tensors, among which meta is counted, never. What it calls is a plain add, between two nodes of the graph.
@@ -42,6 +43,7 @@ at::Tensor cast_number(const nn::OperatorCall& operation) {
     (argument.toTensor().unsafeGetTensorImpl()->is_wrapped_number() ? number : tensor) = &argument.toTensor();
   }
   if (tensor == nullptr || number == nullptr || !tensor->is_meta() || tensor->scalar_type() == number->scalar_type()) return {};
+  if (!is_on_host(*tensor)) return {};  // devices cast as they read
   return at::empty({}, tensor->options());
 }
 
@@ -49,7 +51,7 @@ at::Tensor cast_number(const nn::OperatorCall& operation) {
 at::Tensor cast_term(const nn::OperatorCall& operation) {
   if (operation.name() != "aten::add_") return {};
   const c10::IValue &sum = operation.arguments()[0], &term = operation.arguments()[1];
-  if (!sum.isTensor() || !term.isTensor() || !sum.toTensor().is_meta() || term.toTensor().dim() == 0) return {};
+  if (!sum.isTensor() || !term.isTensor() || !sum.toTensor().is_meta() || term.toTensor().dim() == 0 || !is_on_host(sum.toTensor())) return {};
   const at::ScalarType wider = sum.toTensor().scalar_type();
   const bool is_narrower = term.toTensor().scalar_type() != wider && c10::promoteTypes(term.toTensor().scalar_type(), wider) == wider;
   return is_narrower ? at::empty(term.toTensor().sizes(), sum.toTensor().options()) : at::Tensor();

@@ -14,8 +14,8 @@ namespace {
 class PlannedDevice : public testing_support::TrainFixture {
  protected:
   void expect_real_peak(const std::string& family, const std::vector<std::string>& sets, int world = 1) {
-    auto all = sets;
-    all.insert(all.end(), {"run.steps=3", "batch.global_size=4"});
+    std::vector<std::string> all{"run.steps=3", "batch.global_size=4"};
+    all.insert(all.end(), sets.begin(), sets.end());
     const auto settings = config(family, all);
     const auto planned = [&] {
       const bool on_cpu = testing_support::test_device().is_cpu();
@@ -38,6 +38,21 @@ TEST_F(PlannedDevice, PeakEqualsTheRunsToTheByte) {
     expect_real_peak(family, {"precision.params=bf16", "precision.compute=bf16"});
     expect_real_peak(family, {"precision.params=bf16", "precision.compute=bf16", "batch.micro_size=4"});
     expect_real_peak(family, {"precision.compute=bf16", "recompute.mode=full"});
+  }
+}
+
+/// Of few columns: then the peak is where weights' gradients are added up, or in the update, which go other ways than a CPU's.
+TEST_F(PlannedDevice, PeakOfFewColumnsEqualsTheRunsToTheByte) {
+  for (const std::string family : {"llama", "gpt2", "mlp"}) {
+    const std::vector<std::string> few{"data.seq_len=2", "batch.global_size=2", "batch.micro_size=1"};
+    const auto expect_peak = [&](std::vector<std::string> sets) {
+      sets.insert(sets.end(), few.begin(), few.end());
+      expect_real_peak(family, sets);
+    };
+    expect_peak({});
+    expect_peak({"precision.params=bf16", "precision.compute=bf16"});
+    expect_peak({"precision.params=bf16", "precision.compute=bf16", "model.tie_embeddings=true"});
+    expect_peak({"model.vocab_size=3000"});
   }
 }
 
