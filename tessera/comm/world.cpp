@@ -278,7 +278,7 @@ World World::join(const Environment& environment, const WorldOptions& options) {
 
 World World::join(const Environment& environment, Store store, const WorldOptions& options) {
   invariant(environment.size == 1 || store.defined(), "a world of ", environment.size, " has no store to meet in");
-  if (environment.size > 1) store = next_world(std::move(store), environment).store;
+  if (environment.size > 1) store = next_world(std::move(store), environment, Arrival::Unannounced).store;
   return join_in(environment, std::move(store), options);
 }
 

@@ -13,6 +13,7 @@
 #include "tessera/core/once_differentiable.h"
 #include "tessera/kernels/product_blocks.h"
 #include "tessera/kernels/products.h"
+#include "tessera/memory/on_host.h"
 
 // What kernels/product_blocks does not take (fp64, fp8, widened types, other processors) is multiplied group by group. libtorch's own grouped product
 // (at::_grouped_mm) on a CPU is this loop, too; but it cannot write into a given place, cannot leave rows out, and knows nothing of processors without bf16
@@ -47,7 +48,7 @@ at::Tensor aligned(const at::Tensor& x) { return is_aligned(x) ? x : x.clone(); 
 at::Tensor room_for_copies(const at::Tensor& rows, int64_t columns, const std::optional<Fp8Products>& fp8) {
   const int64_t width = rows.size(1);
   const bool whole_lines = width * rows.element_size() % 64 == 0 && columns * rows.element_size() % 64 == 0;
-  if (!rows.is_meta() || fp8 || is_widened(rows) || whole_lines) return {};
+  if (!rows.is_meta() || !is_on_host(rows) || fp8 || is_widened(rows) || whole_lines) return {};
   return at::empty({rows.size(0) * (width + columns) + width * columns}, rows.options());
 }
 

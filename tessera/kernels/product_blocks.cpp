@@ -13,6 +13,7 @@
 #include "tessera/kernels/operator.h"
 #include "tessera/kernels/processor.h"
 #include "tessera/kernels/products.h"
+#include "tessera/memory/on_host.h"
 
 // A task is 64 columns of one group's result (of a weight's gradient: 64 rows). Its part of the weight is put into the products' order once, for all rows of
 // the group; blocks follow one another down the rows, and the inner dimension goes in pieces that a cache holds beside them. Tasks are dealt with groups as the
@@ -194,7 +195,7 @@ TORCH_LIBRARY_IMPL(tessera, CompositeExplicitAutograd, m) {
 }
 
 bool multiplies_blocks(const at::Tensor& tensor) {
-  if (!tensor.is_cpu() && !tensor.is_meta()) return false;
+  if (!is_on_host(tensor)) return false;
   static const bool avx512 = processor_has("avx512_f");
   if (!avx512 || !is_supported(tensor.scalar_type()) || is_widened(tensor)) return false;
   return tensor.scalar_type() == at::kFloat || (at::globalContext().userEnabledMkldnn() && multiplies_bf16_blocks());

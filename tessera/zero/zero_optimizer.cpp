@@ -54,8 +54,9 @@ std::string name_of(const GradientSynchronizer& owner, const at::Tensor& tensor)
 
 std::string inner_step_message(const std::string& name) {
   return concat("zero_optimizer: the gradient of this rank's part of '", name,
-                "' was used through `optimizer->`: the step of the optimizer inside (optimizer->step()) updates this rank's parts, and leaves ranks with "
-                "different parameters; write optimizer.step(). To look at parts and their gradients, take wrapper.updated() or optimizer.inner()");
+                "' was used while an expression with `optimizer->` lasts. If that is optimizer->step(), which updates this rank's parts and leaves ranks with "
+                "different parameters, write optimizer.step(); what it has begun (decay, averages, counts of updates) is not taken back, so load state before "
+                "going on. If it is an argument of another call, put it into a variable before. Parts and their gradients are in wrapper.updated()");
 }
 
 /// What is updated in place of a parameter that has a gradient of this rank alone; undefined for everything else.
@@ -274,9 +275,9 @@ ClearWatch::ClearWatch(const Synchronizers& synchronizers) {
   }
 }
 
-ClearWatch::~ClearWatch() {
+void ClearWatch::lift() {
   const c10::NoGradGuard no_grad;
-  for (const auto& [part, parameter, guard, before] : watched_) {
+  for (const auto& [part, parameter, guard, before] : std::exchange(watched_, {})) {
     const bool shown = part.grad().is_same(guard), cleared = !shown || nn::is_cleared(guard);
     if (shown) part.mutable_grad() = cleared && parameter.defined() ? at::Tensor() : before;
     if (!cleared) continue;

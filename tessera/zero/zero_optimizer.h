@@ -80,7 +80,9 @@ class Lifetimes {
 class ClearWatch {
  public:
   explicit ClearWatch(const Synchronizers& synchronizers);
-  ~ClearWatch();
+  ~ClearWatch() { lift(); }
+  /// As when this goes.
+  void lift();
   ClearWatch(const ClearWatch&) = delete;
   ClearWatch& operator=(const ClearWatch&) = delete;
 
@@ -108,6 +110,7 @@ class ZeroOptimizer {
   /// first step without a closure, one rank's on all ranks.
   template <class... Arguments>
   auto step(Arguments&&... arguments) {
+    end_access();
     lifetimes_.require_alive();
     detail::require_gets_gradients(detail::updated_by(*inner_));
     detail::require_terms_summed(synchronizers_);  // updated() brings what was cleared or loaded since on the model's side to the parts
@@ -130,6 +133,7 @@ class ZeroOptimizer {
 
   /// Clears the gradients of what it updates, and of the parameters that these are parts of. What another optimizer over the same wrappers has stays.
   void zero_grad() {
+    end_access();
     if constexpr (requires { inner_->zero_grad(); }) {
       (*this)->zero_grad();
     } else {
@@ -145,12 +149,17 @@ class ZeroOptimizer {
   /// where the wrapper has parts, `optimizer->step()` throws ConfigError.
   class Access {
    public:
-    Access(const detail::Synchronizers& synchronizers, Inner* inner) : watch_(synchronizers), inner_(inner) {}
-    Inner* operator->() const { return inner_; }
+    explicit Access(ZeroOptimizer& optimizer) : watch_(optimizer.synchronizers_), optimizer_(optimizer), outer_(std::exchange(optimizer.access_, this)) {}
+    ~Access() { optimizer_.access_ = outer_; }
+    Access(const Access&) = delete;
+    Access& operator=(const Access&) = delete;
+    Inner* operator->() const { return optimizer_.inner_.get(); }
 
    private:
+    friend ZeroOptimizer;
     detail::ClearWatch watch_;
-    Inner* inner_;
+    ZeroOptimizer& optimizer_;
+    Access* outer_;  ///< of the same expression
   };
 
   /// The optimizer itself: for learning-rate schedulers, its options, its state in a checkpoint. Its own step leaves the parts apart, until after_update() of
@@ -159,10 +168,15 @@ class ZeroOptimizer {
   Inner& operator*() { return *inner_; }
   Access operator->() {
     lifetimes_.require_alive();
-    return Access(synchronizers_, inner_.get());
+    return Access(*this);
   }
 
  private:
+  /// `optimizer.step(rate_of(optimizer->groups()))`: what was asked for by `->` is there, and its temporary lives on to the end of the line.
+  void end_access() {
+    for (Access* each = access_; each != nullptr; each = each->outer_) each->watch_.lift();
+  }
+
   void after_update() {
     for (auto* synchronizer : synchronizers_) synchronizer->after_update();
   }
@@ -170,6 +184,7 @@ class ZeroOptimizer {
   detail::Synchronizers synchronizers_;
   detail::Lifetimes lifetimes_;
   std::unique_ptr<Inner> inner_;
+  Access* access_ = nullptr;   ///< the newest one that lives
   bool was_compared_ = false;  ///< the state, with that of other ranks: in the first step, behind whatever was loaded
 };
 

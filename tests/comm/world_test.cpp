@@ -13,6 +13,7 @@
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/meeting/rendezvous.h"
 #include "tessera/comm/testing.h"
 #include "tessera/config/config.h"
 #include "tessera/core/error.h"
@@ -283,6 +284,37 @@ TEST(World, OfOtherSizesInOneStore) {
     }
     for (auto& rank : ranks) rank.join();
   }
+}
+
+/// As by srun, or in pods that are started again one by one: the first process of rank 1 came, and ended.
+TEST(World, ARankThatIsStartedAgainMeetsThoseWhoStillGather) {
+  const int port = free_port();
+  const auto environment = [port](int rank) {
+    return Environment{.rank = rank, .size = 3, .local_rank = rank, .local_size = 3, .master_addr = "127.0.0.1", .master_port = port, .launched = true};
+  };
+  std::vector<std::thread> ranks;
+  const auto start = [&](int rank) {
+    ranks.emplace_back([&, rank] {
+      auto world = World::join(environment(rank), {.timeout = 20s});
+      auto all = at::ones({2});
+      all_reduce(world.group(), all);
+      EXPECT_EQ(all[0].item<float>(), 3) << rank;
+    });
+  };
+  start(0);
+  {
+    c10d::TCPStoreOptions client;
+    client.port = static_cast<uint16_t>(port);
+    client.waitWorkers = false;
+    client.timeout = 10s;
+    const auto world = next_world(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", client), environment(1), Arrival::Announced);
+    EXPECT_EQ(world.number, 0);
+    world.store->add("rendezvous/count", 1);
+    world.store->set("rendezvous/1", "here");
+  }
+  start(1);
+  start(2);
+  for (auto& rank : ranks) rank.join();
 }
 
 /// Rank 0 leaves last, so the others may come to their next world while it still serves the one before.

@@ -1,8 +1,10 @@
 // What a plan says of a step's memory, held against one on the device that the suite runs on: on the simulated accelerator (docs/testing.md) a plan for an
 // accelerator (MetaAsAccelerator), which goes other ways than a CPU's step does.
 
+#include <cstdlib>
 #include <optional>
 
+#include "tessera/core/events.h"
 #include "tessera/kernels/products.h"
 #include "tessera/memory/on_host.h"
 #include "tessera/plan/dry_run.h"
@@ -25,8 +27,11 @@ class PlannedDevice : public testing_support::TrainFixture {
       return plan::dry_run(settings, world).ranks.at(0).peak_bytes;
     }();
     const auto real = train(settings, world).peak;
+    // Of clipped 16-bit gradients a number of 8 bytes, as in precision_test.cpp.
+    const int64_t play = settings.precision.reduce == "bf16" ? 8 : 0;
     for (int c = 0; c < num_memory_categories; ++c) {
-      EXPECT_EQ(planned[c], real[c]) << to_string(static_cast<MemoryCategory>(c)) << " of " << family << ::testing::PrintToString(sets);
+      EXPECT_LE(std::abs(planned[c] - real[c]), play) << planned[c] << " planned, " << real[c] << " measured: " << to_string(static_cast<MemoryCategory>(c))
+                                                      << " of " << family << ::testing::PrintToString(sets);
     }
   }
 };
@@ -41,6 +46,23 @@ TEST_F(PlannedDevice, PeakEqualsTheRunsToTheByte) {
   }
 }
 
+/// A device multiplies one expert's rows after the other's.
+TEST_F(PlannedDevice, ExpertsAreMultipliedOneByOneAsTheDeviceDoes) {
+  const auto products = [&](bool on_device) {
+    std::optional<MetaAsAccelerator> device;
+    if (on_device) device.emplace();
+    const kernels::Bf16ProductsGuard multiplies(/*native=*/true);
+    int64_t count = 0;
+    for (const auto& ran :
+         only<OperatorEvent>(plan::dry_run(config("mixtral", {"precision.compute=bf16", "batch.global_size=2"}), 1, {.events = true}).ranks.at(0).events))
+      count += ran.name.starts_with("tessera::grouped_product") ? 1 : 0;
+    return count;
+  };
+  EXPECT_EQ(products(true), 0);
+  expect_real_peak("mixtral", {});
+  expect_real_peak("mixtral", {"precision.compute=bf16"});
+}
+
 /// Of few columns: then the peak is where weights' gradients are added up, or in the update, which go other ways than a CPU's.
 TEST_F(PlannedDevice, PeakOfFewColumnsEqualsTheRunsToTheByte) {
   for (const std::string family : {"llama", "gpt2", "mlp"}) {
@@ -52,6 +74,7 @@ TEST_F(PlannedDevice, PeakOfFewColumnsEqualsTheRunsToTheByte) {
     expect_peak({});
     expect_peak({"precision.params=bf16", "precision.compute=bf16"});
     expect_peak({"precision.params=bf16", "precision.compute=bf16", "model.tie_embeddings=true"});
+    expect_peak({"precision.params=bf16", "precision.compute=bf16", "precision.reduce=bf16"});
     expect_peak({"model.vocab_size=3000"});
   }
 }

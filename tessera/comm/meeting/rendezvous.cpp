@@ -32,7 +32,10 @@ using Store = c10::intrusive_ptr<c10d::Store>;
 
 constexpr milliseconds patience{10'000};  ///< after which a rank says whom it waits for; of a short timeout, a quarter
 
-const std::string kCount = "count", kComplete = "complete";
+const std::string kRendezvous = "rendezvous", kCount = "count", kComplete = "complete";
+
+/// Set by a rank that has seen all come.
+std::string gone_on(int rank) { return detail::concat("gone_on/", rank); }
 
 milliseconds until(Clock::time_point deadline) { return std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(deadline - Clock::now())); }
 
@@ -91,7 +94,7 @@ class Rendezvous {
   Store connect() {
     if (master_.hosts.empty() || master_.port == 0) return learn_and_connect();
     outlives_worlds_ = environment_.agent_store;
-    return serves() ? next_world(serve(), environment_).store : reach();
+    return serves() ? next_world(serve(), environment_, Arrival::Announced).store : reach();
   }
 
   // Rank 0's port is known once it serves; what it tells is "port host host ...". Later worlds of the process meet at the same place, under keys of their own.
@@ -108,7 +111,7 @@ class Rendezvous {
     outlives_worlds_ = true;
     if (environment_.rank != 0) return reach();
     local_address_ = own_address();
-    return next_world(place.served, environment_).store;
+    return next_world(place.served, environment_, Arrival::Announced).store;
   }
 
   Store serve_anywhere() {
@@ -168,7 +171,7 @@ class Rendezvous {
   // Rank 0 serves a store for one world alone. In one where this rank has begun a world before, rank 0 is about to end that world; it may close at any moment.
   Store join(const std::string& host, std::string& problem) const {
     try {
-      auto world = next_world(join_store({.host = host, .port = master_.port}, until(deadline_)), environment_);
+      auto world = next_world(join_store({.host = host, .port = master_.port}, until(deadline_)), environment_, Arrival::Announced);
       if (world.number == 0 || outlives_worlds_) return std::move(world.store);
       problem = "the store there is that of an earlier world of these ranks";
     } catch (...) {
@@ -179,9 +182,11 @@ class Rendezvous {
   }
 
   void announce(const Store& store) {
-    const auto here = c10::make_intrusive<c10d::PrefixStore>("rendezvous", store);
-    here->set(std::to_string(environment_.rank), "here");
-    if (here->add(kCount, 1) == environment_.size) here->set(kComplete, "yes");
+    const auto here = c10::make_intrusive<c10d::PrefixStore>(kRendezvous, store);
+    const std::string mine = std::to_string(environment_.rank);
+    const bool again = here->check({mine});  // a process before this one came, and ended while others were still to come
+    if (here->add(kCount, again ? 0 : 1) >= environment_.size) here->set(kComplete, "yes");
+    here->set(mine, "here");
     for (auto pause = milliseconds(1); !here->check({kComplete}); pause = std::min(2 * pause, milliseconds(50))) {
       if (Clock::now() >= deadline_) throw CommError(who_is_missing(*here));
       if (waits_long() && !said_) {
@@ -194,6 +199,7 @@ class Rendezvous {
       }
       std::this_thread::sleep_for(pause);
     }
+    here->set(gone_on(environment_.rank), "yes");
   }
 
   std::vector<int> missing_ranks(c10d::Store& here) const {
@@ -222,10 +228,15 @@ class Rendezvous {
 
 }  // namespace
 
-NextWorld next_world(Store store, const Environment& environment) {
+NextWorld next_world(Store store, const Environment& environment, Arrival arrival) {
   const auto alike = detail::concat("tessera/attempt/", environment.restart_count, "/of/", environment.size);
-  const auto number = store->add(detail::concat(alike, "/begun_by/", environment.rank), 1) - 1;
-  return {.store = c10::make_intrusive<c10d::PrefixStore>(detail::concat(alike, "/world/", number), std::move(store)), .number = number};
+  const auto world = [&](int64_t number) { return detail::concat(alike, "/world/", number); };
+  const auto begun_by_this = detail::concat(alike, "/begun_by/", environment.rank);
+  int64_t number = store->add(begun_by_this, 0) - 1;
+  const bool gathers =
+      arrival == Arrival::Announced && number >= 0 && !store->check({detail::concat(world(number), "/", kRendezvous, "/", gone_on(environment.rank))});
+  if (!gathers) number = store->add(begun_by_this, 1) - 1;
+  return {.store = c10::make_intrusive<c10d::PrefixStore>(world(number), std::move(store)), .number = number};
 }
 
 Meeting rendezvous(const Environment& environment, milliseconds timeout, const std::string& backend) {

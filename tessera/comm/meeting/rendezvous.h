@@ -32,8 +32,12 @@ struct NextWorld {
   int64_t number = 0;                     ///< of worlds that this rank of as many began there before, in the same attempt
 };
 
+/// Whether ranks say in a world's store that they have come (rendezvous), or meet by what they make there.
+enum class Arrival : uint8_t { Announced, Unannounced };
+
 /// Begins this rank's next world in a store that may outlive worlds, and the processes that make them. The ranks meet where each has begun as many: each makes
-/// the same worlds one after the other, in one process or in several.
-NextWorld next_world(c10::intrusive_ptr<c10d::Store> store, const Environment& environment);
+/// the same worlds one after the other, in one process or in several. Where ranks announce themselves, one that is started again before its first process had
+/// seen all come goes on with that one's world, in which it was counted.
+NextWorld next_world(c10::intrusive_ptr<c10d::Store> store, const Environment& environment, Arrival arrival);
 
 }  // namespace tessera::comm

@@ -182,6 +182,7 @@ void MetricsFile::on_end(const RunEnd&) {
   metrics_.close();
   validation_.close();
   timeline_.close();
+  lock_.reset();
 }
 
 }  // namespace tessera
