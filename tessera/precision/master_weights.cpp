@@ -93,7 +93,7 @@ void follow(float* master, const Weight* weight, int64_t count) {
 
 /// The same by operators, a piece at a time: they want five bytes an element for themselves.
 void follow_by_operators(const at::Tensor& master, const at::Tensor& weight) {
-  constexpr int64_t kPiece = int64_t{1} << 22;
+  constexpr int64_t kPiece = int64_t{1} << 25;
   const bool in_pieces = master.is_contiguous() && weight.is_contiguous();
   const at::Tensor masters = in_pieces ? master.view(-1) : master, weights = in_pieces ? weight.view(-1) : weight;
   for (int64_t begin = 0; begin < master.numel(); begin += in_pieces ? kPiece : master.numel()) {
@@ -105,7 +105,7 @@ void follow_by_operators(const at::Tensor& master, const at::Tensor& weight) {
 }
 
 void follow(const at::Tensor& master, const at::Tensor& weight) {
-  if (master.is_meta() && is_on_host(master)) return;  // the loops below, which have no memory of their own
+  if (master.is_meta()) return;  // also of a device's step: a plan does not count what these want for themselves
   if (!master.is_cpu() || !master.is_contiguous() || !weight.is_contiguous()) return follow_by_operators(master, weight);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, weight.scalar_type(), "follow_weights",
                                   [&] { follow(master.data_ptr<float>(), weight.const_data_ptr<scalar_t>(), master.numel()); });
