@@ -484,8 +484,7 @@ void unshard(torch::nn::Module& module) {
   const auto sharding = wrappers().of(module);
   require(!sharding.empty(), "unshard: '", module.name(),
           "' is not what fully_shard was given, or was moved since (std::move, a vector that grew), or what it returned is gone; pass the module that was "
-          "wrapped, at the "
-          "place where it was wrapped, while its wrapper lives");
+          "wrapped, at the place where it was wrapped, while its wrapper lives");
   for (FullyShardedDataParallel* const wrapper : sharding) wrapper->unshard();
 }
 

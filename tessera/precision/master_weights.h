@@ -21,7 +21,8 @@ namespace tessera::precision {
 ///   traffic   4 bytes an element and step beyond the inner update, 2 with 16-bit gradients
 /// Elsewhere, and of other optimizers,
 ///   traffic   18 bytes beyond it; 26 with 16-bit gradients
-///   memory    while it steps, fp32 copies of 16-bit gradients, kStagingBytes or one parameter at a time
+///   memory    while it steps, fp32 copies of 16-bit gradients, kStagingBytes or one parameter at a time; on a device, to follow, 5 bytes for each of at most
+///             32 million elements
 /// In all cases
 ///   memory    4 bytes an element beyond the inner state, once
 /// Masters begin as the weights are at construction. Who writes weights later (a checkpoint without masters, clamping, an average that is swapped in) is

@@ -191,8 +191,7 @@ Replay::Result Replay::check(ForwardEngine& engine, const data::Cursor& cursor, 
             cursor.step + 1, " has a loss of ", format_float(now), ", and had ", format_float(before), " when it was saved (compared ",
             bits ? "bit for bit" : detail::concat("within ", format_float(bound), ", as the arithmetic is another"),
             "); its weights are not those that were trained, or the text was another for a while (a file that was written over while that run read it): resume "
-            "from "
-            "an older checkpoint, or set checkpoint.verify = false to go on all the same");
+            "from an older checkpoint, or set checkpoint.verify = false to go on all the same");
   }
   return result;
 }

@@ -29,10 +29,11 @@ class MetricsFile : public Observer {
   /// Throws ConfigError where a live run writes its records into `log_dir`, and `patience` later still does (lock_patience).
   static void check_free(const std::filesystem::path& log_dir, std::chrono::milliseconds patience = {});
 
-  /// Takes `log_dir` for this run, before anything there is read or written, for as long as this object lives: check_free() looks, and another run may begin
+  /// Takes `log_dir` for this run, before anything there is read or written, until it ends or this object goes: check_free() looks, and another run may begin
   /// between a look and the first line. Where no lock is to be had (a full disk, a file system without), it goes without. Throws ConfigError as check_free().
   void hold(const std::filesystem::path& log_dir, std::chrono::milliseconds patience = {});
-  /// Holds log_dir, where nobody has said so before.
+
+  /// Holds log_dir, where nobody has said so before; until on_end.
   void on_start(const RunInfo& run) override;
   void after_step(const StepResult& result) override;
   void after_validation(const ValidationResult& result) override;
