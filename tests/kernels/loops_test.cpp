@@ -48,6 +48,35 @@ TEST(Loops, EveryInstructionSetGivesTheSameCrossEntropy) {
   }
 }
 
+TEST(Loops, WhereAnUpdateIsCutChangesNoBitUnderAnyInstructionSet) {
+  constexpr int64_t n = 5000;
+  for (const Loops* table : others()) {
+    const auto run = [&](const std::vector<int64_t>& cuts) {
+      std::vector<at::Tensor> state{random({n}), random({n}, at::kFloat, 2), random({n}, at::kFloat, 3).square()};
+      const at::Tensor gradient = random({n}, at::kFloat, 4);
+      for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+        table->adamw({.parameter = state[0].data_ptr<float>(),
+                      .gradient = {gradient.const_data_ptr(), Type::Float},
+                      .exp_avg = state[1].data_ptr<float>(),
+                      .exp_avg_sq = state[2].data_ptr<float>(),
+                      .scale = 0.9f,
+                      .beta1 = 0.8f,
+                      .beta2 = 0.95f,
+                      .rest1 = 0.2f,
+                      .rest2 = 0.05f,
+                      .eps = 1e-6f,
+                      .kept = 0.997f,
+                      .step_size = 0.02f,
+                      .inverse_root = 2.7f},
+                     cuts[i], cuts[i + 1]);
+      }
+      return state;
+    };
+    const auto whole = run({0, n}), parts = run({0, 7, 32, 2033, n});
+    for (size_t i = 0; i < whole.size(); ++i) EXPECT_TRUE(at::equal(whole[i], parts[i])) << table->name << ", tensor " << i;
+  }
+}
+
 TEST(Loops, EveryInstructionSetDrawsTheSameMask) {
   const at::Tensor x = at::ones({4, 131}), rows = at::tensor({0, 9, 2, 77}, at::kLong);
   const auto run = [&](const Loops& table) {

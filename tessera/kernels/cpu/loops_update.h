@@ -28,11 +28,12 @@ void adamw_elements(const AdamW& args, int64_t begin, int64_t end) {
   auto* const copy = static_cast<C*>(args.copy.data);
   const auto update = [&](int64_t i, auto lanes) __attribute__((always_inline)) {
     const Floats g = load(gradient + i, lanes) * args.scale;
-    const Floats average = args.beta1 * load(args.exp_avg + i, lanes) + args.rest1 * g;
-    const Floats square = args.beta2 * load(args.exp_avg_sq + i, lanes) + args.rest2 * g * g;
+    const Floats average = multiply_add(set(args.beta1), load(args.exp_avg + i, lanes), args.rest1 * g);
+    const Floats square = multiply_add(set(args.beta2), load(args.exp_avg_sq + i, lanes), args.rest2 * g * g);
     Floats parameter = load(args.parameter + i, lanes);
     if constexpr (kCopies) parameter = followed(copy, parameter, load(copy + i, lanes));
-    const Floats updated = args.kept * parameter - args.step_size * average / (root(square) * args.inverse_root + args.eps);
+    const Floats change = args.step_size * average / multiply_add(root(square), set(args.inverse_root), set(args.eps));
+    const Floats updated = multiply_add(set(args.kept), parameter, -change);
     store(args.exp_avg + i, average, lanes);
     store(args.exp_avg_sq + i, square, lanes);
     store(args.parameter + i, updated, lanes);

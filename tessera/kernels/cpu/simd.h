@@ -7,8 +7,10 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>  // its functions are always inlined, so none is left for a linker to keep
+#endif
+#if defined(__AVX512F__)
 #define TESSERA_VECTOR_BYTES 64
 #elif defined(__AVX2__)
 #define TESSERA_VECTOR_BYTES 32
@@ -49,6 +51,18 @@ TESSERA_INLINE Floats select(Ints condition, Floats yes, Floats no) {
   return bits_as<Floats>((bits_as<Ints>(yes) & condition) | (bits_as<Ints>(no) & ~condition));
 }
 TESSERA_INLINE Floats maximum(Floats a, Floats b) { return select(a > b, a, b); }
+
+/// a b + c, rounded once where there is an instruction for it. Of a sum of two products a compiler is free to round either first, and may do so otherwise in
+/// each copy of a loop's body: where an element has to have the same bits in all of them, sums are said by this.
+TESSERA_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return bits_as<Floats>(_mm512_fmadd_ps(bits_as<__m512>(a), bits_as<__m512>(b), bits_as<__m512>(c)));
+#elif defined(__FMA__)
+  return bits_as<Floats>(_mm256_fmadd_ps(bits_as<__m256>(a), bits_as<__m256>(b), bits_as<__m256>(c)));
+#else
+  return a * b + c;
+#endif
+}
 
 TESSERA_INLINE Floats widen(Halves halves) { return bits_as<Floats>(__builtin_convertvector(halves, Words) << 16); }
 /// Round to nearest, ties to even; NaN stays NaN.
