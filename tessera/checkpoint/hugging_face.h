@@ -78,7 +78,8 @@ std::set<int64_t> hugging_face_ends(const std::filesystem::path& dir);
 /// Throws ConfigError where a file is damaged.
 std::map<int64_t, std::string> hugging_face_added_tokens(const std::filesystem::path& dir, int64_t ids);
 
-/// Tells one model's weights from another's, wherever the folder lies: a hash of the names and of the first 4 KiB of each tensor. Throws ConfigError.
+/// Tells one model's weights from another's, wherever the folder lies: a hash of names, types and shapes, and of each tensor's first 4 KiB and 32 pieces of 512
+/// bytes that are spread over it. What differs in a few rows alone may pass. Throws ConfigError.
 std::string hugging_face_fingerprint(const std::filesystem::path& dir);
 
 /// Fills `targets` (slices named as our parameters) from `dir`/model.safetensors or its sharded index; fp32, fp16 and bf16 files are converted to the targets'

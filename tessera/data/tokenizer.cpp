@@ -82,16 +82,18 @@ std::string StreamDecoder::finish() { return settle(waiting_.size()); }
 std::string StreamDecoder::settle(size_t count) {
   if (count == 0) return {};
   std::string text = text_of(std::span(waiting_).first(count));
-  before_ = waiting_[count - 1];
-  waiting_.erase(waiting_.begin(), waiting_.begin() + static_cast<int64_t>(count));
+  if (!text.empty()) before_.clear();  // else it is a mark, behind which a text need not begin
+  const auto settled = waiting_.begin() + static_cast<int64_t>(count);
+  before_.insert(before_.end(), waiting_.begin(), settled);
+  waiting_.erase(waiting_.begin(), settled);
   return text;
 }
 
 std::string StreamDecoder::text_of(std::span<const int32_t> ids) const {
-  if (!before_) return tokenizer_->decode(ids);
-  std::vector<int32_t> both{*before_};
+  if (before_.empty()) return tokenizer_->decode(ids);
+  std::vector<int32_t> both = before_;
   both.insert(both.end(), ids.begin(), ids.end());
-  const std::string text = tokenizer_->decode(both), known = tokenizer_->decode(std::span(both).first(1));
+  const std::string text = tokenizer_->decode(both), known = tokenizer_->decode(before_);
   return text.starts_with(known) ? text.substr(known.size()) : tokenizer_->decode(ids);
 }
 

@@ -72,7 +72,9 @@ class Tokenizer {
 class StreamDecoder {
  public:
   /// `tokenizer` must outlive it.
-  explicit StreamDecoder(const Tokenizer& tokenizer, std::optional<int32_t> before = std::nullopt) : tokenizer_(&tokenizer), before_(before) {}
+  explicit StreamDecoder(const Tokenizer& tokenizer, std::optional<int32_t> before = std::nullopt) : tokenizer_(&tokenizer) {
+    if (before) before_ = {*before};
+  }
 
   /// The text that is settled with `id`; what may be a character's first bytes waits for those to come.
   std::string add(int32_t id);
@@ -84,7 +86,7 @@ class StreamDecoder {
   std::string text_of(std::span<const int32_t> ids) const;
 
   const Tokenizer* tokenizer_;
-  std::optional<int32_t> before_;
+  std::vector<int32_t> before_{};  ///< the last that gave text, and what came behind it without any
   std::vector<int32_t> waiting_{};
 };
 

@@ -630,6 +630,23 @@ TEST(LoadHuggingFace, TakesTheFileThatConfigNames) {
               ThrowsMessage<ConfigError>(HasSubstr("transformers_weights = \"gone.safetensors\": no such file there")));
 }
 
+TEST(HuggingFaceFingerprint, SeesWhatLiesBesideTheFirstColumnsOfEachRow) {
+  const TemporaryFolder folder;
+  const auto fingerprint = [&](const at::Tensor& weight) {
+    write_safetensors(folder / "model.safetensors", {{"c_attn.weight", weight}});
+    return hugging_face_fingerprint(folder.path());
+  };
+  const at::Tensor q_k_v = at::ones({64, 3 * 512});
+  const std::string before = fingerprint(q_k_v);
+  EXPECT_EQ(fingerprint(q_k_v.clone()), before);
+  for (const int64_t first : {0, 512, 1024}) {
+    at::Tensor changed = q_k_v.clone();
+    changed.narrow(1, first, 512).mul_(2);
+    EXPECT_NE(fingerprint(changed), before) << "columns from " << first;
+  }
+  EXPECT_NE(fingerprint(q_k_v.view({128, 3 * 256})), before) << "the same bytes in another shape";
+}
+
 TEST(LoadHuggingFace, RefusesWithTheFullListBeforeTouchingAnything) {
   const TemporaryFolder folder;
   auto tensors = llama_tensors();

@@ -87,6 +87,14 @@ TEST_P(ForeignModel, GivesSentencePiecesOwnIds) {
   };
   const std::string line = "the ring the  ring";
   EXPECT_EQ(shown(tokenizer_->encode(line)), tokenizer_->decode(tokenizer_->encode(line)));
+  std::vector<int32_t> marked;  // by ids that stand for no text, at the beginning and within
+  for (const int32_t id : tokenizer_->encode(line)) {
+    for (const int mark : {reference_.bos_id(), reference_.eos_id()}) {
+      if (mark >= 0) marked.push_back(mark);
+    }
+    marked.push_back(id);
+  }
+  EXPECT_EQ(shown(marked), tokenizer_->decode(marked));
   if (GetParam().settings.contains("byte_fallback")) {
     std::vector<std::vector<int32_t>> spelled{tokenizer_->encode("\u4e2d the \U0001F600\U0001F600ring caf\u00e9 \u4e2d")};
     const auto bytes = [&](std::initializer_list<const char*> names) {
