@@ -137,6 +137,12 @@ void reduce_as_bytes(Call& call) {
   if (call.reduction == Op::Product) call.reduction = Op::Min;
 }
 
+// Engines write memory, which no counter of libtorch's sees. A tensor of inference has none.
+void count_write(const at::Tensor& tensor) {
+  auto* const impl = tensor.unsafeGetTensorImpl();
+  if (impl->version_counter().enabled()) impl->bump_version();
+}
+
 // Hands a call to the engine.
 Pending start(const Group& group, Call call, std::string_view name = {}, std::function<void()> finish = {}) {
   if (call.tensor().defined() && call.tensor().is_meta() && group.engine()->moves_data()) {
@@ -158,6 +164,7 @@ Pending start(const Group& group, Call call, std::string_view name = {}, std::fu
   } catch (...) {
     fail(name, group, state->begin);
   }
+  if (caller_waits) std::ranges::for_each(state->call.outputs, count_write);
   // Last: what decorators and the engine take for the call is part of its start, and whoever reads the list finds where that ends (plan/rehearsal.cpp).
   if (EventStream* const listener = EventStream::current()) state->in_flight = say_started(*listener, group, state->call);
   return Pending(std::move(state));

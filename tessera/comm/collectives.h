@@ -26,6 +26,8 @@ class Work;
 /// Where a peer or a link fails, or the group's timeout passes: CommError with the op, the group, the rank and the seconds waited.
 /// Data that is moved and not summed may have any dtype; sums are made in the tensor's own dtype.
 /// Each `_async` form returns at once; tensors must be neither written nor (outputs) read until `wait` has returned.
+/// What is written counts as written in place (Tensor::_version), so that autograd, and who keeps results, notice it. By an `_async` form it need not: so
+/// memory is filled that graphs know already, as with the parameters that a unit gathers.
 namespace tessera::comm {
 
 /// A collective in flight. Owns what it needs, the tensors included. Destroying it without waiting leaves outputs undefined.

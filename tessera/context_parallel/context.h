@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -26,15 +27,20 @@ struct Context {
   ContextParallelOptions options;
   std::optional<SequenceCut> cut{};  ///< of the calls that follow
   uint64_t cut_mark = 0;             ///< its hash: what a recomputed call has to find again
+  at::Tensor positions{};            ///< of this rank's columns, made when they are first asked for; undefined: nobody has
 
-  /// Of this rank's `document_ids` [B, S_r]: gathered when they are first seen. Cores one after the other are given the same tensor, so that is once a pass.
-  const GatheredDocuments& documents_of(const at::Tensor& document_ids);
+  /// Of this rank's `document_ids` [B, S_r]: gathered once a pass for cores that are given the same tensor one after the other. What a tensor holds in the next
+  /// pass is not for one rank to judge, for all have to gather or none. A pass that is computed again is given what the first one had. `called_in`: number of
+  /// the pass in which the core was called last; 0: none.
+  std::shared_ptr<const GatheredDocuments> documents_of(const at::Tensor& document_ids, uint64_t& called_in);
+  /// Of a new cut, or of a core that is called again.
+  void begin_pass();
 
  private:
   at::Tensor ids_;  ///< of the last call, held so that no other tensor takes its memory
   uint32_t version_ = 0;
-  std::optional<SequenceCut> cut_of_ids_;
-  GatheredDocuments documents_;
+  uint64_t pass_ = 1;
+  std::shared_ptr<const GatheredDocuments> documents_;
 };
 
 /// The sequence that one call of a core attends to: what every rank holds of it.

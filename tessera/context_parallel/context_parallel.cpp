@@ -1,5 +1,6 @@
 #include "tessera/context_parallel/context_parallel.h"
 
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -12,8 +13,11 @@
 #include "tessera/core/hash.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/attention.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/module.h"
+#include "tessera/nn/not_repeated.h"
 #include "tessera/nn/noted.h"
+#include "tessera/nn/sample_scope.h"
 
 // A core's call is replaced, so nothing of a model knows that its sequence is cut. A method is made for each call: what it does follows from who holds which
 // columns, a value (SequenceCut, and the documents in it), and is a list of tiles and messages before anything is sent.
@@ -36,7 +40,8 @@ class Core : public nn::Interceptor {
             "backward, or make the passes of both one after the other");
     const nn::AttentionReach reach = dynamic_cast<const nn::AttentionCoreImpl&>(module).reach();
     const bool packed = inputs.size() > 4 && inputs[4].isTensor();
-    const Sequence sequence = packed ? Sequence(*context_->cut, reach, context_->documents_of(inputs[4].toTensor())) : Sequence(*context_->cut, reach);
+    const auto documents = packed ? context_->documents_of(inputs[4].toTensor(), called_in_) : nullptr;
+    const Sequence sequence = packed ? Sequence(*context_->cut, reach, *documents) : Sequence(*context_->cut, reach);
     if (q.requires_grad() && at::GradMode::is_enabled()) context_->group.in_backward().by_graphs = true;
     return {run(sequence, q, k, v)};
   }
@@ -104,6 +109,37 @@ class Core : public nn::Interceptor {
   }
 
   std::shared_ptr<Context> context_;
+  uint64_t called_in_ = 0;  ///< pass
+};
+
+/// Around what draws masks: they are those of this rank's columns.
+class Columns : public nn::Interceptor {
+ public:
+  explicit Columns(std::shared_ptr<Context> context) : context_(std::move(context)) {}
+
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    nn::SampleContext here = nn::SampleScope::current();
+    if (!module.is_training() || here.positions.defined() || !context_->cut || inputs.empty() || !inputs[0].isTensor()) return next(std::move(inputs));
+    const at::Tensor x = inputs[0].toTensor();
+    const int64_t columns = context_->cut->columns(context_->group.rank());
+    // What has other columns is none of the sequence, unless somebody says that it is a part of them.
+    const bool of_sequence = x.dim() == 3 && (x.size(1) == columns || here.columns || nn::output_layout(module, x));
+    if (!of_sequence) return next(std::move(inputs));
+    here.positions = positions_on(x.device());
+    here.seq_len = std::max(here.seq_len, context_->cut->length);  // what was said of a part of this rank's columns is less
+    const nn::SampleScope scope(here);
+    return next(std::move(inputs));
+  }
+
+ private:
+  const at::Tensor& positions_on(at::Device device) const {
+    at::Tensor& made = context_->positions;
+    if (made.defined() && made.device() == device) return made;
+    const nn::NotRepeated shared;  // with the calls that follow
+    return made = context_->cut->positions(context_->group.rank(), device);
+  }
+
+  std::shared_ptr<Context> context_;
 };
 
 }  // namespace
@@ -131,7 +167,10 @@ void ContextParallel::set_cut(const SequenceCut& cut) {
     require(cut.columns(rank) > 0, "context_parallel: a sequence of ", cut.length, " columns leaves rank ", rank, " of ", cut.ranks(),
             " without any; sequences must have a column for each rank: make them longer, or mesh.cp smaller");
   }
+  context_->begin_pass();
+  if (context_->cut == cut) return;
   context_->cut = cut;
+  context_->positions = at::Tensor();
   Hasher hash;
   hash.update(&cut.length, sizeof(cut.length));
   for (const auto& runs : cut.runs) {
@@ -158,6 +197,13 @@ std::unique_ptr<ContextParallel> context_parallel(torch::nn::Module& model, comm
     require(dynamic_cast<nn::AttentionCoreImpl*>(module.get()) != nullptr, "context_parallel: '", path, "' is no nn::AttentionCore but ", module->name(),
             ": nothing else is known to attend along a sequence that could be cut");
     if (group.size() > 1) attached.add(nn::attach(*module, std::make_shared<context::Core>(context)));
+  }
+  if (group.size() > 1) {
+    const auto columns = std::make_shared<context::Columns>(context);
+    model.apply([&](torch::nn::Module& module) {
+      auto* const own = dynamic_cast<nn::Module*>(&module);
+      if (own != nullptr && nn::draws_masks(*own)) attached.add(nn::attach(*own, columns));
+    });
   }
   return std::make_unique<ContextParallel>(std::move(group), context, std::move(attached));
 }

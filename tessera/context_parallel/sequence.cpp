@@ -8,6 +8,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
 #include "tessera/nn/dry_documents.h"
+#include "tessera/nn/noted.h"
 
 namespace tessera::context {
 
@@ -37,17 +38,26 @@ GatheredDocuments gather(const comm::Group& group, const SequenceCut& cut, const
 
 }  // namespace
 
-const GatheredDocuments& Context::documents_of(const at::Tensor& document_ids) {
-  const uint32_t version = document_ids.is_inference() ? 0 : static_cast<uint32_t>(document_ids._version());
-  const bool known = ids_.defined() && ids_.is_alias_of(document_ids) && ids_.storage_offset() == document_ids.storage_offset() &&
-                     ids_.sizes() == document_ids.sizes() && version_ == version && cut_of_ids_ == cut;
-  if (!known) {
-    documents_ = gather(group, *cut, document_ids);
-    ids_ = document_ids;
-    version_ = version;
-    cut_of_ids_ = cut;
-  }
-  return documents_;
+void Context::begin_pass() {
+  ++pass_;
+  documents_ = nullptr;
+}
+
+std::shared_ptr<const GatheredDocuments> Context::documents_of(const at::Tensor& document_ids, uint64_t& called_in) {
+  const auto known = nn::Noted<nn::NotedValue>::next([&]() -> nn::NotedValue {
+    if (called_in == pass_) begin_pass();
+    called_in = pass_;
+    const uint32_t version = document_ids.is_inference() ? 0 : static_cast<uint32_t>(document_ids._version());
+    const bool same = documents_ != nullptr && ids_.is_alias_of(document_ids) && ids_.storage_offset() == document_ids.storage_offset() &&
+                      ids_.sizes() == document_ids.sizes() && version_ == version;
+    if (!same) {
+      documents_ = std::make_shared<const GatheredDocuments>(gather(group, *cut, document_ids));
+      ids_ = document_ids;
+      version_ = version;
+    }
+    return documents_;
+  });
+  return std::static_pointer_cast<const GatheredDocuments>(known);
 }
 
 nn::AttentionColumns Sequence::columns(const std::vector<ColumnRun>& runs) const {

@@ -47,15 +47,27 @@ at::Tensor drop_by_place(const at::Tensor& x, double p, const std::string& name,
   return kernels::dropout(x, p, rng.key(), SampleScope::token_rows(batch, sample_columns, x.device()), columns);
 }
 
+namespace {
+
+std::vector<DrawsMasks*> drawing_in(torch::nn::Module& module) {
+  std::vector<DrawsMasks*> found;
+  if (auto* draws = dynamic_cast<DrawsMasks*>(&module)) found.push_back(draws);
+  const auto* const own = dynamic_cast<const Module*>(&module);
+  if (own == nullptr || own->chain() == nullptr) return found;
+  for (const auto& interceptor : *own->chain()) {
+    if (auto* draws = dynamic_cast<DrawsMasks*>(interceptor.get())) found.push_back(draws);
+  }
+  return found;
+}
+
+}  // namespace
+
+bool draws_masks(Module& module) { return !drawing_in(module).empty(); }
+
 std::shared_ptr<const void> drop_apart(torch::nn::Module& root, int64_t replica, int64_t ranks) {
   const auto by = std::make_shared<const char>();
   root.apply([&](torch::nn::Module& module) {
-    if (auto* draws = dynamic_cast<DrawsMasks*>(&module)) draws->set_replica(replica, ranks, by);
-    const auto* const own = dynamic_cast<const Module*>(&module);
-    if (own == nullptr || own->chain() == nullptr) return;
-    for (const auto& interceptor : *own->chain()) {
-      if (auto* draws = dynamic_cast<DrawsMasks*>(interceptor.get())) draws->set_replica(replica, ranks, by);
-    }
+    for (DrawsMasks* const draws : drawing_in(module)) draws->set_replica(replica, ranks, by);
   });
   return by;
 }

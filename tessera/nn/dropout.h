@@ -59,6 +59,9 @@ TESSERA_MODULE(Dropout);
 /// dimension x [B, ..., D] holds columns. `name` tells masks of one step apart; where no scope states a step, `name` and `apart` do.
 at::Tensor drop_by_place(const at::Tensor& x, double p, const std::string& name, const std::string& apart, const kernels::FeatureBlock& columns);
 
+/// Whether `module`, or something that is attached to it, draws masks.
+bool draws_masks(Module& module);
+
 /// set_replica of everything under `root` that draws masks, modules and what is attached to them; it holds for as long as what is returned.
 [[nodiscard]] std::shared_ptr<const void> drop_apart(torch::nn::Module& root, int64_t replica, int64_t ranks);
 

@@ -19,13 +19,16 @@ struct OfNoted {
 
 const Ambient<OfNoted<uint64_t>> noted_numbers;
 const Ambient<OfNoted<at::Tensor>> noted_tensors;
+const Ambient<OfNoted<NotedValue>> noted_values;
 
 template <class T>
 OfNoted<T>& noted_here() {
   if constexpr (std::is_same_v<T, uint64_t>) {
     return *noted_numbers;
-  } else {
+  } else if constexpr (std::is_same_v<T, at::Tensor>) {
     return *noted_tensors;
+  } else {
+    return *noted_values;
   }
 }
 
@@ -67,5 +70,6 @@ Noted<T>::Replay::~Replay() {
 
 template class Noted<uint64_t>;
 template class Noted<at::Tensor>;
+template class Noted<NotedValue>;
 
 }  // namespace tessera::nn

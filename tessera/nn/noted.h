@@ -9,8 +9,10 @@
 
 namespace tessera::nn {
 
+using NotedValue = std::shared_ptr<const void>;  ///< whose type they know who note it
+
 /// What a forward pass makes of what is not in its inputs (numbers that are drawn, choices between numbers that a rounding may turn), so that a pass that is
-/// made again is given the first one's. Per thread. Of uint64_t and at::Tensor (noted.cpp).
+/// made again is given the first one's. Per thread. Of uint64_t, at::Tensor and NotedValue (noted.cpp).
 template <class T>
 class Noted {
  public:
@@ -49,5 +51,6 @@ class Noted {
 
 extern template class Noted<uint64_t>;
 extern template class Noted<at::Tensor>;
+extern template class Noted<NotedValue>;
 
 }  // namespace tessera::nn

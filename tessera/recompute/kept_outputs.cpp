@@ -64,6 +64,7 @@ std::set<std::string> keepable_operators(const std::vector<std::string>& names) 
     const std::string name = given.find("::") == std::string::npos ? "aten::" + given : given;
     const auto overloads = overloads_of(name);
     if (overloads.empty()) refuse_unknown(name);
+    require(name.find("empty") == std::string::npos, "recompute.keep: '", name, "' makes memory that is written later; keep operators that compute");
     const bool own = std::any_of(overloads.begin(), overloads.end(), [](const auto& op) { return has_own_outputs(op.schema()); });
     require(own, "recompute.keep: '", name, "' makes no tensor of its own (it is a view or works in place); keep operators that compute, such as aten::mm");
     const bool composite =

@@ -69,16 +69,20 @@ class RecomputedCall::Filler final : public nn::SavedTensorHooks {
   Filler(RecomputedCall& call, size_t wanted, const OperatorTrace& trace) : call_(call), wanted_(wanted), trace_(trace) {}
 
   std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
+    if (threw_) call_.refuse_caught();
+    threw_ = true;  // unless it returns
     if (next_ == call_.entries_.size()) call_.refuse_more(trace_.current());
     Entry& entry = call_.entries_[next_];
     const bool same = tensor.sizes() == at::IntArrayRef(entry.sizes) && tensor.scalar_type() == entry.dtype && tensor.device() == entry.device;
     if (!same) call_.refuse(next_, trace_.current() + " saves " + describe(tensor.sizes(), tensor.scalar_type(), tensor.device()));
     if (entry.alive) entry.tensor = tensor;
     if (++next_ == wanted_) throw AllComputed{};
+    threw_ = false;
     return std::make_unique<Held>(tensor);
   }
   bool computes_again() const override { return true; }
   size_t saved() const { return next_; }
+  bool threw() const { return threw_; }
 
  private:
   /// The graph of the second pass is thrown away, unless the module itself differentiates inside forward.
@@ -90,6 +94,7 @@ class RecomputedCall::Filler final : public nn::SavedTensorHooks {
 
   RecomputedCall& call_;
   size_t wanted_, next_ = 0;
+  bool threw_ = false;
   const OperatorTrace& trace_;
 };
 
@@ -241,6 +246,7 @@ void RecomputedCall::compute_again(bool to_the_end) {
     std::optional<nn::OperatorScope> replayed;
     if (outputs_) replayed.emplace(outputs_->replayer());
     const nn::Values outputs = next_(std::move(inputs));
+    if (filler->threw()) refuse_caught();
     if (to_the_end && filler->saved() == entries_.size()) return take_outputs(outputs);
   } catch (const AllComputed&) {
     return;
@@ -266,6 +272,13 @@ void RecomputedCall::refuse_more(const std::string& by) const {
   throw ConfigError(detail::concat("recompute '", path_, "' (", module_->name(), "): computed again, ", by, " saves one tensor more than the ", entries_.size(),
                                    " of the first forward pass; its forward must do the same each time: take the module out of recompute.modules, or what ",
                                    "changes out of the module"));
+}
+
+void RecomputedCall::refuse_caught() const {
+  throw ConfigError(detail::concat("recompute '", path_, "' (", module_->name(),
+                                   "): computed again, its forward caught an exception that was to pass, by which ",
+                                   "recompute ends it; let what is not its own pass (a type in place of catch (...), or throw; behind it), or take the module ",
+                                   "out of recompute.modules"));
 }
 
 void RecomputedCall::refuse(size_t index, const std::string& found) const {

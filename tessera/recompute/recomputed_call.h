@@ -69,6 +69,7 @@ class RecomputedCall : public std::enable_shared_from_this<RecomputedCall> {
   void refuse_written() const;
   void take_outputs(const nn::Values& outputs);
   [[noreturn]] void refuse_more(const std::string& by) const;
+  [[noreturn]] void refuse_caught() const;
   [[noreturn]] void refuse(size_t index, const std::string& found) const;
 
   std::shared_ptr<torch::nn::Module> module_;

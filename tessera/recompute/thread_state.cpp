@@ -73,12 +73,13 @@ ThreadState::ThreadState(const nn::Values& inputs)
 void ThreadState::forward_done() {
   mask_keys_.end();
   decisions_.end();
+  values_.end();
   std::erase_if(random_, [](const Random& random) { return at::equal(state_of(random.generator), random.state); });
 }
 
 struct ThreadState::Guard::Former {
   explicit Former(const ThreadState& state)
-      : memory(state.memory_), kernels(state.kernels_), later(state.later_), mask_keys(state.mask_keys_), decisions(state.decisions_) {
+      : memory(state.memory_), kernels(state.kernels_), later(state.later_), mask_keys(state.mask_keys_), decisions(state.decisions_), values(state.values_) {
     // The scope that is open already shares the rows of its tokens: a second one like it would make them again.
     if (!(nn::SampleScope::current() == state.sample_)) sample.emplace(state.sample_);
     for (const auto& [generator, begin] : state.random_) {
@@ -92,6 +93,7 @@ struct ThreadState::Guard::Former {
   nn::LeaveWeightGradients later;
   nn::MaskKeys::Replay mask_keys;
   nn::Decisions::Replay decisions;
+  nn::Noted<nn::NotedValue>::Replay values;
   std::optional<nn::SampleScope> sample;
   std::array<Autocast, 2> autocast = autocast_now();
   bool autocast_cache = at::autocast::is_autocast_cache_enabled();

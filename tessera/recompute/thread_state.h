@@ -59,6 +59,7 @@ class ThreadState {
   nn::SampleContext sample_;
   nn::MaskKeys::Record mask_keys_;
   nn::Decisions::Record decisions_;
+  nn::Noted<nn::NotedValue>::Record values_;
   kernels::KernelChoices kernels_;
   std::shared_ptr<nn::WeightGradients> later_;
   MemoryContext memory_;

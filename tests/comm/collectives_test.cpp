@@ -253,6 +253,29 @@ TEST_P(Collectives, ReadInputsOfAnyStridesAndWriteIntoLeaves) {
 }
 
 // conj() and imag() of a complex tensor leave the sign to whoever reads.
+/// libtorch's counter of writes, by which autograd refuses a tensor that it has saved.
+TEST_P(Collectives, CountAsWritesWhereTheCallerWaits) {
+  if (size() == 1) return;  // nothing is written, or copied by an operator
+  run([n = size()](World& world) {
+    const auto group = world.group();
+    const auto writes = [](at::IntArrayRef sizes, const std::function<void(const at::Tensor&)>& call) {
+      const at::Tensor out = at::zeros(sizes), view = out.view({-1});
+      const int64_t before = view._version();
+      call(out);
+      return view._version() - before;
+    };
+    const at::Tensor one = at::ones({1}), each = at::ones({n});
+    EXPECT_GT(writes({n}, [&](const at::Tensor& out) { all_reduce(group, out); }), 0);
+    EXPECT_GT(writes({n}, [&](const at::Tensor& out) { broadcast(group, out, 0); }), 0);
+    EXPECT_GT(writes({n}, [&](const at::Tensor& out) { all_gather(group, out, one); }), 0);
+    EXPECT_GT(writes({1}, [&](const at::Tensor& out) { reduce_scatter(group, out, each); }), 0);
+    EXPECT_GT(writes({n}, [&](const at::Tensor& out) { all_to_all(group, out, each); }), 0);
+    EXPECT_EQ(writes({n}, [&](const at::Tensor& out) { all_reduce_async(group, out).wait(); }), 0) << "as under parameters that a graph holds";
+    const at::InferenceMode inference;
+    all_reduce(group, at::ones({n}));
+  });
+}
+
 TEST_P(Collectives, ReadLazilyConjugatedAndNegatedInputs) {
   const int n = size();
   run([n](World& world) {

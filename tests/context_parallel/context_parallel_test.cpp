@@ -5,7 +5,10 @@
 
 #include "support.h"
 #include "tessera/kernels/choice.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/linear.h"
+#include "tessera/nn/sample_scope.h"
+#include "tessera/recompute/recompute.h"
 #include "tests/refusal.h"
 #include "tests/test_device.h"
 
@@ -89,6 +92,52 @@ TEST(ContextParallelTest, FollowsTheCutOfEachCall) {
       EXPECT_LE(difference(pass(model, own), whole.out, columns), 1e-5);
     }
   });
+}
+
+/// As the layers of a model drop what attention gives.
+struct DroppingImpl : nn::Module {
+  DroppingImpl() {
+    register_module("core", core);
+    register_module("dropout", dropout);
+    register_module("pooled", pooled);
+    nn::assign_paths(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor heads = x.unflatten(-1, {2, 4});
+    return dropout(core(heads, heads, heads, std::nullopt, std::nullopt).flatten(-2));
+  }
+  nn::AttentionCore core;
+  nn::Dropout dropout{0.4}, pooled{0.4};
+};
+TESSERA_MODULE(Dropping);
+
+/// Output and the input's gradient of a step, and what is dropped of [B, D], which has no columns.
+std::vector<at::Tensor> dropped(Dropping& model, const at::Tensor& x) {
+  const nn::SampleScope scope({.seed = 5, .step = 2, .first_sample = 4});
+  const at::Tensor input = x.detach().requires_grad_(), out = model(input);
+  out.mul(out).sum().backward();
+  return {out.detach(), input.grad(), model->pooled(at::ones({3, 8}))};
+}
+
+TEST(ContextParallelTest, DropsWhatOneProcessDrops) {
+  const at::Tensor x = normal({3, 13, 8}, 1).to(test_device());
+  Dropping one;
+  const auto whole = dropped(one, x);
+  for (const int ranks : {2, 3}) {
+    comm::run_ranks(ranks, [&](comm::World& world) {
+      Dropping model;
+      const auto context = context_parallel(model, world.group(), {}, "core");
+      const auto recomputed = world.size() == 3 ? recompute(model, {.modules = ""}) : Attachment();
+      for (const SequenceCut& cut : {SequenceCut::contiguous(13, ranks), SequenceCut::head_tail(13, ranks)}) {
+        const at::Tensor columns = cut.positions(world.rank(), test_device());
+        context->set_cut(cut);
+        const auto own = dropped(model, x.index_select(1, columns));
+        EXPECT_TRUE(at::equal(own[0].eq(0), whole[0].index_select(1, columns).eq(0)));
+        EXPECT_LE(difference({own[0], own[1]}, {whole[0], whole[1]}, columns), 1e-5);
+        EXPECT_TRUE(at::equal(own[2], whole[2]));
+      }
+    });
+  }
 }
 
 }  // namespace

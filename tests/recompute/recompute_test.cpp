@@ -327,6 +327,39 @@ TEST(Recompute, ATensorChangedInPlaceInsideIsRefusedAsWithoutRecomputation) {
   }
 }
 
+/// Catches all that is thrown, whatever it is.
+struct SwallowingImpl : nn::Module {
+  SwallowingImpl() : first(8, 8), fallback(8, 8) {
+    register_module("first", first);
+    register_module("fallback", fallback);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor y = x;
+    try {
+      y = at::tanh(first(x));
+    } catch (...) {
+      if (saves_on) y = at::gelu(fallback(x));
+    }
+    return y + x;
+  }
+  nn::Linear first, fallback;
+  bool saves_on = true;
+};
+TESSERA_MODULE(Swallowing);
+
+TEST(Recompute, SaysThatAForwardCaughtTheEndOfTheSecondPass) {
+  for (const bool saves_on : {true, false}) {
+    Swallowing module;
+    module->saves_on = saves_on;
+    torch::nn::Module root("root");
+    root.register_module("inner", module);
+    nn::assign_paths(root);
+    const auto again = recompute(root, {.modules = "inner"});
+    const at::Tensor loss = module(input()).sum();
+    EXPECT_THAT(refusal([&] { loss.backward(); }), AllOf(HasSubstr("recompute 'inner'"), HasSubstr("caught an exception that was to pass")));
+  }
+}
+
 TEST(Recompute, InterceptorsFurtherInRunAgainAndThoseFurtherOutDoNot) {
   struct Counting : nn::Interceptor {
     nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override {

@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/container/modulelist.h>
 
+#include "tessera/comm/differentiable.h"
+#include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
 #include "tessera/kernels/choice.h"
@@ -195,6 +197,42 @@ TEST(Selective, RefusesAnOutputThatIsChangedInPlace) {
     FAIL();
   } catch (const ConfigError& e) {
     EXPECT_THAT(e.what(), HasSubstr("recompute 'layers.0': the output of aten::mm is changed in place"));
+  }
+}
+
+/// Collectives write in place, too.
+struct SummedImpl : nn::Module {
+  explicit SummedImpl(comm::Group group) : group(std::move(group)) {}
+  at::Tensor forward(const at::Tensor& x) { return comm::differentiable::all_reduce(group, x.exp()).sin(); }
+  comm::Group group;
+};
+TESSERA_MODULE(Summed);
+
+TEST(Selective, RefusesAnOutputThatACollectiveWrites) {
+  for (const int ranks : {2, 3}) {
+    comm::run_ranks(ranks, [](comm::World& world) {
+      const auto refused = [&](auto& module, const char* kept, const at::Tensor& x) {
+        module->set_path("layers.0");
+        const auto again = recompute(module, {.modules = "", .mode = RecomputeMode::Selective, .keep = {kept}});
+        EXPECT_THAT([&] { module(x.detach().requires_grad_()); },
+                    ::testing::ThrowsMessage<ConfigError>(HasSubstr(detail::concat("the output of aten::", kept, " is changed in place"))));
+      };
+      Summed sum(world.group());
+      refused(sum, "clone", at::eye(3));
+      nn::Router router(nn::RouterOptions{.dim = 8, .experts = 5, .per_token = 2});
+      router->set_losses({.balance = 0.5, .z = 0.25});
+      router->set_peers(world.group());
+      const nn::SampleScope scope({.seed = 3, .step = 1, .valid_tokens = 6});
+      refused(router, "cat", at::cos(at::arange(48, at::kFloat)).view({6, 8}));
+
+      const at::Tensor x = at::eye(3).requires_grad_();
+      const auto again = recompute(sum, {.modules = "", .mode = RecomputeMode::Selective, .keep = {"exp"}});
+      sum(x).sum().backward();
+      const at::Tensor kept = x.grad();
+      x.mutable_grad() = at::Tensor();
+      sum->forward(x).sum().backward();
+      EXPECT_TRUE(at::equal(kept, x.grad()));
+    });
   }
 }
 

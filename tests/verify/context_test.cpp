@@ -157,7 +157,7 @@ TEST_F(PlantedInContext, AMaskOfTheWrongPlaceIsNamed) {
   struct Displaced : nn::Interceptor {
     nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override {
       nn::SampleContext here = nn::SampleScope::current();
-      here.positions = at::Tensor();
+      here.positions = at::arange(here.positions.size(0), here.positions.options());
       const nn::SampleScope scope(here);
       return next(std::move(inputs));
     }
