@@ -242,8 +242,9 @@ def memory_section(runs: list[Run], answers: list[dict]) -> str:
             continue
         count += 1
         if run.reserved:
-            fitted.append((answer["reserved_bytes"], run.reserved))
-            plain.append((answer["unfitted_bytes"], run.reserved))
+            first = answer["first_rank_reserved_bytes"]  # which is the one that writes down what it has reserved
+            fitted.append((first, run.reserved))
+            plain.append((first * answer["unfitted_bytes"] / answer["reserved_bytes"], run.reserved))
             if is_held_out(run):
                 held.append(fitted[-1])
         foretold = answer["reserved_bytes"] + answer["context_bytes"] <= run.capacity

@@ -8,6 +8,10 @@ GIB = 1 << 30
 # from the sweep as a whole.
 CONTENDED = (("[between]\n", "[between]\ncontention = 0.06\n"),)
 
+# The sweep was run in two campaigns, which its job numbers tell apart. In the first what layers gather stays until backward: there a rank with tp of 4 to 32
+# reserves two whole inputs a layer more than in the second, whatever the sizes.
+GATHERS_AGAIN_FROM = 13_700_000
+
 # torchtitan's H100, as its tables name them: 96 GB of HBM2e at 2.4 TB/s, held to 500 W.
 HELD_H100 = (("memory_gb = 80\n", "memory_gb = 96\n"),
              ("memory_gb_per_s = 3350\n", "memory_gb_per_s = 2400\n"), ("power_w = 700\n", "power_w = 700\nheld_to_w = 500\n"))
@@ -24,7 +28,7 @@ class Run:
     plainness: tuple = ()  # the least is the anchor
     regime: str = ""
     unsupported: str = ""
-    reserved: float = 0.0  # bytes, as measured
+    reserved: float = 0.0  # bytes, as measured on rank 0
     fits: bool | None = None
     capacity: float = 0.0
     changes: tuple[tuple[str, str], ...] = ()  # of the device's file, old and new: what is known of this cluster
@@ -86,6 +90,8 @@ def sweep_h100(table: dict) -> list[Run]:
             run.unsupported = "tp does not divide the heads"
         if pp > row["num_layers"]:
             run.unsupported = "more stages than layers"
+        if row["job_id"] < GATHERS_AGAIN_FROM:
+            run.sets += sets_of(tensor__keep_gathered=True if tp > 1 else None)
         if row.get("usable_for_time"):
             run.seconds = row["iter_time_s_derived"]
         run.group = f"{row['model']} {row['num_gpus']} {row['global_batch_size_seqs']} {row['vocab_size']}"

@@ -39,6 +39,8 @@ int tp_of(const Config& config, int world) {
   return settled.mesh.tp;
 }
 
+const std::vector<std::string> kEvenSplit{"auto"};
+
 /// A CPU: what its file says of the host is of the device.
 bool is_its_own_host(const plan::Device& device) { return device.host && device.host->memory_bytes_per_s == device.memory_bytes_per_s; }
 
@@ -92,6 +94,9 @@ void PlanRequest::settle(Config& config, int world, precision::Saying saying, in
   settle_batch(config, world);
   validate(config, world, Purpose::Plan);
   if (framework_) settle_mesh(config, world);
+  if (framework_ && framework_->stages_by_weights && config.mesh.pp > 1 && config.pipeline.virtual_stages == 1 && config.pipeline.split == kEvenSplit) {
+    config.pipeline.split = plan::stages_by_weights(config.model, config.mesh.pp);
+  }
   precision::settle_compute(config, at::kMeta, saying);
   const int ranks = sharing > 0 ? sharing : world, of_host = device_ ? std::min(ranks, device_->devices_per_node) : ranks;
   config.run.threads = is_for_this_machine() ? threads_per_rank(config.run, of_host) : config.run.threads.value_or(1);  // scratch goes with them
@@ -133,6 +138,7 @@ nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std:
     json["reserved_bytes"] = plan::reserved_bytes(*framework, config, run);
     json["context_bytes"] = framework->context_bytes;
     json["unfitted_bytes"] = plan::reserved_bytes(*framework, config, run, /*reserve=*/false);
+    json["first_rank_reserved_bytes"] = plan::reserved_bytes(*framework, config, run, /*reserve=*/true, /*pipeline_rank=*/0);
     if (run.memory_limit > 0) json["fits"] = plan::fits(*framework, config, run);
   }
   return json;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <numeric>
 #include <tuple>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -11,6 +12,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
+#include "tessera/mesh/mesh.h"
 #include "tessera/plan/hardware_files.h"
 #include "tessera/plan/toml_table.h"
 
@@ -33,6 +35,15 @@ OperatorHabit habit_of(TomlTable& table, const std::string& name) {
 bool is_operator(const std::string& name) {
   if (name.empty()) return false;
   return std::ranges::any_of(c10::Dispatcher::singleton().getAllOpNames(), [&](const c10::OperatorName& known) { return known.name.starts_with(name); });
+}
+
+/// Of a parameter, beside ours.
+double held_bytes(const Framework& framework, const Config& config, int world) {
+  if (config.zero.stage == 0) return framework.held_per_parameter;
+  const auto axes = resolve_mesh(config.mesh, config.zero.stage, world);
+  const auto shards = std::ranges::find(axes, "dp_shard", [](const auto& axis) { return axis.first; });
+  if (shards == axes.end() || shards->second == 1) return framework.held_per_parameter;
+  return framework.held_when_sharded + framework.held_per_sharded / shards->second;
 }
 
 double microseconds(TomlTable& table, const std::string& key, double otherwise) { return table.number_or_none(key).value_or(otherwise * 1e6) * 1e-6; }
@@ -78,17 +89,24 @@ Framework parse_framework(const std::string& text, const std::string& origin) {
     habits.logit_launches = logits->number_or_none("launches").value_or(0);
     logits->end({"whole", "held_bytes", "moved_bytes", "launches"});
   }
+  if (auto stages = file.table("stages")) {
+    framework.stages_by_weights = stages->flag("by_weights").value_or(false);
+    stages->end({"by_weights"});
+  }
   if (auto memory = file.table("memory")) {
     framework.context_bytes = 1e9 * memory->number_or_none("context_gb").value_or(0);
+    framework.held_per_parameter = memory->number_or_none("held_per_parameter").value_or(0);
+    framework.held_when_sharded = memory->number_or_none("held_when_sharded").value_or(framework.held_per_parameter);
+    framework.held_per_sharded = memory->number_or_none("held_per_sharded").value_or(0);
     framework.kept_per_element = memory->number_or_none("kept_per_element").value_or(0);
     framework.reserve = memory->number("reserve").value_or(1);
     require(framework.reserve >= 1, memory->shown("reserve"), ": expected at least 1: what is held over what is alive");
-    memory->end({"context_gb", "kept_per_element", "reserve"});
+    memory->end({"context_gb", "held_per_parameter", "held_when_sharded", "held_per_sharded", "kept_per_element", "reserve"});
   }
   auto sources = file.table("sources");
   require(sources.has_value() && !sources->keys().empty(), file.name_of("sources"), " is missing: where the lines are from");
   for (const std::string& key : sources->keys()) framework.sources[key] = sources->text(key);
-  file.end({"name", "settings", "host", "operators", "logits", "memory", "sources"});
+  file.end({"name", "settings", "stages", "host", "operators", "logits", "memory", "sources"});
   return framework;
 }
 
@@ -104,6 +122,26 @@ std::vector<std::string> settings_of(const Framework& framework, int tp) {
   return settings;
 }
 
+std::vector<std::string> stages_by_weights(const ModelConfig& model, int stages) {
+  const double products = model.family == "gpt2" ? 2 : 3;  // of a feed-forward part
+  const auto dim = static_cast<double>(model.dim);
+  std::vector<double> weights(static_cast<size_t>(model.layers) + 2, 4 * dim * dim + products * dim * static_cast<double>(model.ffn_dim.value()));
+  weights.front() = 0;
+  weights.back() = dim * static_cast<double>(model.vocab_size);
+  const double all = std::accumulate(weights.begin(), weights.end(), 0.0);
+  std::vector<int64_t> counts(1);
+  double before = 0;
+  for (size_t link = 0; link < weights.size(); ++link) {
+    ++counts.back();
+    before += weights[link];
+    if (link + 1 < weights.size() && before > all * static_cast<double>(counts.size()) / stages) counts.push_back(0);
+  }
+  if (std::ssize(counts) < stages) return {"cost"};
+  std::vector<std::string> split;
+  for (const int64_t count : counts) split.push_back(std::to_string(count));
+  return split;
+}
+
 Machine driven(const Framework& framework, const Config& config, Machine machine) {
   machine.habits = framework.habits;
   if (config.mesh.pp > 1) machine.habits.layer_collective_launch_per_rank = framework.pipelined_launch_per_rank;
@@ -111,18 +149,23 @@ Machine driven(const Framework& framework, const Config& config, Machine machine
   return machine;
 }
 
-double reserved_bytes(const Framework& framework, const Config& config, const DryRun& run, bool reserve) {
+double reserved_bytes(const Framework& framework, const Config& config, const DryRun& run, bool reserve, std::optional<int> pipeline_rank) {
   const auto& [model, mesh, batch] = std::tie(config.model, config.mesh, config.batch);
   invariant(mesh.tp > 0 && mesh.cp > 0 && mesh.pp > 0, "a framework's bytes are of a mesh whose sizes are settled");
   const double tokens = static_cast<double>(batch.micro_size) * static_cast<double>(config.data.seq_len) / mesh.cp / mesh.tp;
   const double logits = framework.logit_bytes * tokens * static_cast<double>(model.vocab_size);
   const bool cut = run.pipeline.stages.size() > 1;
   const int last = cut ? run.pipeline.stages.back().rank : 0;
+  const double held = held_bytes(framework, config, run.world);
   double most = 0;
   for (const RankClass& ranks : run.ranks) {
+    if (ranks.pipeline_rank != pipeline_rank.value_or(ranks.pipeline_rank)) continue;
     double alive = static_cast<double>(needed_bytes(ranks));
     const double layers = static_cast<double>(model.layers) / mesh.pp;
     const double kept = cut ? run.pipeline.kept_alive.at(static_cast<size_t>(ranks.pipeline_rank)) : 1;
+    // Our step holds some gradients that wait for their sums, too.
+    const auto waiting = static_cast<double>(ranks.peak_bytes.at(static_cast<size_t>(MemoryCategory::Other)));
+    alive += std::max(0.0, held * static_cast<double>(ranks.parameters) - waiting);
     alive += framework.kept_per_element * tokens * static_cast<double>(model.dim) * layers * kept;
     if (ranks.pipeline_rank == last) alive += logits;
     most = std::max(most, alive);

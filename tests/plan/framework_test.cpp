@@ -150,6 +150,50 @@ TEST(Frameworks, WhatTheyHoldBesideTensors) {
   EXPECT_EQ(framework.context_bytes, 2e9);
 }
 
+TEST(Frameworks, WhatTheyHoldOfAParameterCountsWhatOurStepHoldsOfIt) {
+  const auto config_of = [](const std::vector<std::string>& sets) {
+    std::vector<std::string> all{"model.layers=2",       "model.dim=64",    "model.heads=2",       "model.kv_heads=2",
+                                 "model.vocab_size=100", "data.seq_len=32", "batch.global_size=4", "batch.micro_size=1"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    Config config = preset("7b", all)->config;
+    resolve(config);
+    return config;
+  };
+  const std::string held = std::string(kPlainFramework) + "[memory]\nheld_per_parameter = 3\nheld_when_sharded = 5\nheld_per_sharded = 8\n";
+  std::string text = held;
+  text.erase(text.find("[memory]\ncontext_gb"), text.find("[sources]") - text.find("[memory]\ncontext_gb"));
+  const Framework framework = parse_framework(text, "theirs.toml");
+  std::string without = text;
+  without.erase(without.find("[memory]"));
+  const Framework plain = parse_framework(without, "theirs.toml");
+  const auto beside = [&](const Config& config, int world) {
+    const DryRun run = dry_run(config, world);
+    const auto parameters = static_cast<double>(run.ranks.front().parameters), waiting = static_cast<double>(run.ranks.front().peak_bytes.back());
+    return (reserved_bytes(framework, config, run) - reserved_bytes(plain, config, run) + waiting) / parameters;
+  };
+  EXPECT_NEAR(beside(config_of({}), 1), 3, 1e-6);
+  EXPECT_NEAR(beside(config_of({"mesh.dp_replicate=4", "zero.stage=0"}), 4), 3, 1e-6);
+  EXPECT_NEAR(beside(config_of({"mesh.dp_shard=4", "zero.stage=1"}), 4), 5 + 8.0 / 4, 1e-6);
+  EXPECT_NEAR(beside(config_of({"mesh.dp_shard=-1", "zero.stage=1"}), 2), 5 + 8.0 / 2, 1e-6);
+  EXPECT_NEAR(beside(config_of({"mesh.dp_shard=1", "zero.stage=1"}), 1), 3, 1e-6) << "nothing is sharded over one rank";
+
+  const Config cut = config_of({"mesh.pp=2", "mesh.dp_shard=1"});
+  const DryRun run = dry_run(cut, 2);
+  const double first = reserved_bytes(framework, cut, run, true, 0), last = reserved_bytes(framework, cut, run, true, 1);
+  EXPECT_NE(first, last);
+  EXPECT_EQ(reserved_bytes(framework, cut, run), std::max(first, last));
+}
+
+TEST(Frameworks, StagesTakeLinksUntilTheirWeightsExceedAShare) {
+  // 16 layers of 67.1 million, and a head of 268 million: 20 layers' worth, of which each of two has 10, and the one that reaches that exactly takes one more.
+  ModelConfig model;
+  model.family = "llama", model.layers = 16, model.dim = 2048, model.vocab_size = 131072, model.ffn_dim = 8192;
+  EXPECT_THAT(stages_by_weights(model, 2), ElementsAre("12", "6"));
+  EXPECT_THAT(stages_by_weights(model, 3), ElementsAre("8", "7", "3"));
+  EXPECT_THAT(stages_by_weights(model, 1), ElementsAre("18"));
+  EXPECT_THAT(stages_by_weights(model, 16), ElementsAre("cost")) << "the head alone is more than three shares: the last stages would be empty";
+}
+
 TEST(Frameworks, WholeLogitsAreOneChunk) {
   EXPECT_LT(kernels::linear_cross_entropy_chunk(4096, 100000, at::kFloat), 4096);
   {
