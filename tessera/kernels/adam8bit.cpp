@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <memory>
+#include <utility>
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bucketize.h>
@@ -15,6 +16,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/parallel.h"
+#include "tessera/memory/on_host.h"
 
 // To find the nearest of 256 numbers by halving takes eight steps that a processor cannot foresee. The upper half of a float's bits says where it lies to less
 // than 1%, which is about the distance of two of the numbers at their closest; so a table by these 65,536 patterns tells the place, or the one before it.
@@ -133,8 +135,15 @@ struct ElementPlaces {
   at::Tensor element, block;
 };
 
+int64_t elements_of(const std::vector<QuantizedRun>& runs) {
+  int64_t elements = 0;
+  for (const auto& run : runs) elements += run.elements.count;
+  return elements;
+}
+
 ElementPlaces places_of(const std::vector<QuantizedRun>& runs, at::Device device) {
   const auto options = at::TensorOptions(device).dtype(at::kLong);
+  if (device.is_meta()) return {at::empty({elements_of(runs)}, options), at::empty({elements_of(runs)}, options)};  // runs may be thousands
   std::vector<at::Tensor> elements{at::empty({0}, options)}, blocks{at::empty({0}, options)};
   for (const auto& [run, first_scale] : runs) {
     const auto index = static_cast<int64_t>(run.first_index);
@@ -145,27 +154,61 @@ ElementPlaces places_of(const std::vector<QuantizedRun>& runs, at::Device device
   return {at::cat(elements), at::cat(blocks)};
 }
 
-at::Tensor numbers_on(at::Device device, const float* numbers, size_t count) { return at::tensor(at::ArrayRef<float>(numbers, count), at::kFloat).to(device); }
+/// Calls visit(piece) with runs of as many elements as operators may take memory for: 54 bytes each, 226 MB. Of a dry run (`on_meta`) the first stands for all.
+template <class Visit>
+void for_each_piece(const std::vector<QuantizedRun>& runs, bool on_meta, const Visit& visit) {
+  constexpr int64_t kPiece = int64_t{1} << 22;
+  std::vector<QuantizedRun> piece;
+  int64_t taken = 0;
+  for (const auto& [elements, first_scale] : runs) {
+    for (int64_t begin = 0, count = 0; begin < elements.count; begin += count) {
+      count = std::min(elements.count - begin, kPiece - taken);
+      const auto first = static_cast<int64_t>(elements.first_index), index = first + begin;
+      piece.push_back({{elements.offset + begin, count, static_cast<uint64_t>(index)}, first_scale + index / kAdam8bitBlock - first / kAdam8bitBlock});
+      taken += count;
+      if (taken < kPiece) continue;
+      visit(std::exchange(piece, {}));
+      if (on_meta) return;
+      taken = 0;
+    }
+  }
+  if (taken > 0) visit(piece);
+}
 
-at::Tensor decoded(const at::Tensor& codes, const at::Tensor& scales, const ElementPlaces& places, bool is_signed) {
-  const auto& numbers = quantizer(is_signed).numbers;
+/// On the device of what is quantized: copied there once for all pieces.
+struct Table {
+  template <size_t N>
+  Table(const std::array<float, N>& with_sign, const std::array<float, N>& without, at::Device device)
+      : with_sign(on(device, with_sign)), without(on(device, without)) {}
+
+  at::Tensor with_sign, without;
+
+ private:
+  static at::Tensor on(at::Device device, at::ArrayRef<float> numbers) { return at::tensor(numbers, at::kFloat).to(device); }
+};
+
+Table numbers_on(at::Device device) { return {quantizer(true).numbers, quantizer(false).numbers, device}; }
+Table midpoints_on(at::Device device) { return {quantizer(true).midpoints, quantizer(false).midpoints, device}; }
+
+at::Tensor decoded(const at::Tensor& codes, const at::Tensor& scales, const ElementPlaces& places, const at::Tensor& numbers) {
   const at::Tensor code = codes.view({-1}).index_select(0, places.element).to(at::kLong);
-  return numbers_on(codes.device(), numbers.data(), numbers.size()).index_select(0, code).mul_(scales.index_select(0, places.block));
+  return numbers.index_select(0, code).mul_(scales.index_select(0, places.block));
 }
 
 /// New averages by operators of libtorch, fp32 [elements of the runs].
-std::array<at::Tensor, 2> new_averages(const at::Tensor& gradient, const Adam8bitState& state, const ElementPlaces& places, const Adam8bitStep& step) {
+std::array<at::Tensor, 2> new_averages(const at::Tensor& gradient, const Adam8bitState& state, const ElementPlaces& places, const Table& numbers,
+                                       const Adam8bitStep& step) {
   const at::Tensor g = gradient.view({-1}).index_select(0, places.element);
-  return {decoded(state.exp_avg, state.exp_avg_scale, places, true).mul_(step.beta1).add_(g, 1 - step.beta1),
-          decoded(state.exp_avg_sq, state.exp_avg_sq_scale, places, false).mul_(step.beta2).addcmul_(g, g, 1 - step.beta2)};
+  return {decoded(state.exp_avg, state.exp_avg_scale, places, numbers.with_sign).mul_(step.beta1).add_(g, 1 - step.beta1),
+          decoded(state.exp_avg_sq, state.exp_avg_sq_scale, places, numbers.without).mul_(step.beta2).addcmul_(g, g, 1 - step.beta2)};
 }
 
-at::Tensor encoded(const at::Tensor& values, const at::Tensor& scales, const ElementPlaces& places, bool is_signed) {
-  const auto& midpoints = quantizer(is_signed).midpoints;
+at::Tensor encoded(const at::Tensor& values, const at::Tensor& scales, const ElementPlaces& places, const Table& midpoints, bool is_signed) {
   const at::Tensor scale = scales.index_select(0, places.block);
   const at::Tensor x = at::where(scale.gt(0), values.div(scale), at::zeros_like(values));
-  at::Tensor code = at::bucketize(x, numbers_on(values.device(), midpoints.data(), midpoints.size()));
-  if (is_signed) code = code.sub_(values.lt(0).logical_and_(code.eq(quantizer(true).encode(0))).to(code.scalar_type()));
+  at::Tensor code = x.is_meta() ? at::empty(x.sizes(), x.options().dtype(at::kLong))  // for which libtorch has no kernel
+                                : at::bucketize(x, is_signed ? midpoints.with_sign : midpoints.without);
+  if (is_signed) code = code.sub_(values.lt(0).bitwise_and_(code.eq(quantizer(true).encode(0))).to(code.scalar_type()));
   return code.to(at::kByte);
 }
 
@@ -176,12 +219,15 @@ const std::array<float, 256>& dynamic_map(bool is_signed) { return quantizer(is_
 void adam8bit_scales(const at::Tensor& gradient, const Adam8bitState& state, const std::vector<QuantizedRun>& runs, const Adam8bitStep& step,
                      const at::Tensor& exp_avg_scale, const at::Tensor& exp_avg_sq_scale) {
   check(gradient, state);
-  if (gradient.is_meta()) return;
+  if (gradient.is_meta() && is_on_host(gradient)) return;
   if (!gradient.is_cpu()) {
-    const ElementPlaces places = places_of(runs, gradient.device());
-    const auto [average, square] = new_averages(gradient, state, places, step);
-    at::Tensor(exp_avg_scale).scatter_reduce_(0, places.block, average.abs(), "amax");
-    at::Tensor(exp_avg_sq_scale).scatter_reduce_(0, places.block, square, "amax");
+    const Table numbers = numbers_on(gradient.device());
+    for_each_piece(runs, gradient.is_meta(), [&](const std::vector<QuantizedRun>& piece) {
+      const ElementPlaces places = places_of(piece, gradient.device());
+      const auto [average, square] = new_averages(gradient, state, places, numbers, step);
+      at::Tensor(exp_avg_scale).scatter_reduce_(0, places.block, average.abs(), "amax");
+      at::Tensor(exp_avg_sq_scale).scatter_reduce_(0, places.block, square, "amax");
+    });
     return;
   }
   const Constants constants(step);
@@ -203,7 +249,7 @@ void adam8bit_update_(const at::Tensor& parameter, const at::Tensor& gradient, c
                       const Adam8bitStep& step, const at::Tensor& exp_avg_scale, const at::Tensor& exp_avg_sq_scale) {
   check(gradient, state);
   invariant(parameter.scalar_type() == at::kFloat && parameter.is_contiguous(), "adam8bit: parameters must be fp32 and contiguous");
-  if (parameter.is_meta()) return;
+  if (parameter.is_meta() && is_on_host(parameter)) return;
   const Constants c(step);
   if (parameter.is_cpu()) {
     const Averages averages(state, c);
@@ -224,13 +270,16 @@ void adam8bit_update_(const at::Tensor& parameter, const at::Tensor& gradient, c
       }
     });
   } else {
-    const ElementPlaces places = places_of(runs, parameter.device());
-    const auto [average, square] = new_averages(gradient, state, places, step);
-    const at::Tensor updated = parameter.view({-1}).index_select(0, places.element).mul_(1 - step.lr * step.weight_decay);
-    updated.addcdiv_(average, square.sqrt().div_(c.root).add_(step.eps), -c.step_size);
-    at::Tensor(parameter.view({-1})).index_copy_(0, places.element, updated);
-    at::Tensor(state.exp_avg.view({-1})).index_copy_(0, places.element, encoded(average, exp_avg_scale, places, true));
-    at::Tensor(state.exp_avg_sq.view({-1})).index_copy_(0, places.element, encoded(square, exp_avg_sq_scale, places, false));
+    const Table numbers = numbers_on(parameter.device()), midpoints = midpoints_on(parameter.device());
+    for_each_piece(runs, parameter.is_meta(), [&](const std::vector<QuantizedRun>& piece) {
+      const ElementPlaces places = places_of(piece, parameter.device());
+      const auto [average, square] = new_averages(gradient, state, places, numbers, step);
+      const at::Tensor updated = parameter.view({-1}).index_select(0, places.element).mul_(1 - step.lr * step.weight_decay);
+      updated.addcdiv_(average, square.sqrt().div_(c.root).add_(step.eps), -c.step_size);
+      at::Tensor(parameter.view({-1})).index_copy_(0, places.element, updated);
+      at::Tensor(state.exp_avg.view({-1})).index_copy_(0, places.element, encoded(average, exp_avg_scale, places, midpoints, true));
+      at::Tensor(state.exp_avg_sq.view({-1})).index_copy_(0, places.element, encoded(square, exp_avg_sq_scale, places, midpoints, false));
+    });
   }
   at::Tensor(state.exp_avg_scale).copy_(exp_avg_scale);
   at::Tensor(state.exp_avg_sq_scale).copy_(exp_avg_sq_scale);

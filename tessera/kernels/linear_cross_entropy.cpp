@@ -23,6 +23,7 @@
 #include "tessera/kernels/routines.h"
 #include "tessera/kernels/widen.h"
 #include "tessera/memory/memory.h"
+#include "tessera/memory/on_host.h"
 
 // Logits of all tokens would be the largest tensor of a training step, and autograd would keep them, and make a second one for their gradient. The gradient of
 // a sum is known before backward up to a factor, so each chunk's logits are turned into it in place, multiplied on, and forgotten. The factor that is expected
@@ -148,8 +149,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& hidden,
 /// Whether the loss's gradient is the number that was folded in. A device would have to be waited for, so there the answer is no, and costs one pass over the
 /// gradients.
 bool is_planned(const at::Tensor& grad, double planned) {
+  if (!is_on_host(grad)) return false;
   if (grad.is_meta()) return true;  // a dry run goes as planned
-  return grad.is_cpu() && grad.scalar_type() == at::kFloat && *grad.const_data_ptr<float>() == static_cast<float>(planned);
+  return grad.scalar_type() == at::kFloat && *grad.const_data_ptr<float>() == static_cast<float>(planned);
 }
 
 /// What does not differ from call to call of one loss.

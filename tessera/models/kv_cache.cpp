@@ -78,13 +78,16 @@ class KvCache::Layer : public nn::Interceptor {
     if (state_->columns.size() > 1 && state_->read == Read::Whole) return {attend_together(kept, q, k, v, window)};
     if (state_->read == Read::Part) {
       extend(kept, k, v, 0);
+      require(inputs.size() > 3 && inputs[3].isTensor(), "KvCache: attention '", module.path(),
+              "' is called without positions, and a rank that reads a part of ",
+              "a sequence does not know by itself which columns it has; hand the positions that the model is given on to it");
       kept.positions = positions_of_part(inputs[3].toTensor());
       return next(std::move(inputs));  // which reaches the other parts
     }
     const auto [keys, values] = extend(kept, k, v, window);
     inputs[1] = keys;
     inputs[2] = values;
-    inputs[3] = c10::IValue();  // positions: the columns are all there, in order
+    if (inputs.size() > 3) inputs[3] = c10::IValue();  // positions: the columns are all there, in order
     return next(std::move(inputs));
   }
 

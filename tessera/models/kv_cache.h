@@ -33,7 +33,7 @@ class KvCache {
   /// where a `begin` goes back to what a window has passed.
   ///
   /// Ranks that sequences are cut over all read the same columns, or, from the beginning (`begin` 0), each its `Part` of them: then what is attached to the
-  /// model's attention knows how they are cut, and positions() are the caller's to say.
+  /// model's attention knows how they are cut, and positions() are the caller's to say; attention that is called without them is refused by name.
   enum class Read { Whole, Part };
   class Reading {
    public:

@@ -194,8 +194,10 @@ void HostOptimizer::await_update() const {
   if (under_way_.valid()) under_way_.get();
 }
 
-/// Gradients and copies are the thread's until it is awaited.
+/// Gradients and copies are the thread's until it is awaited. Of a step that is made some parameters at a time, each part waits for the one before.
 void HostOptimizer::update_later(const Batch& batch) {
+  await_update();
+  for (const size_t index : ahead_) beside_[index].copy.mutable_grad() = at::Tensor();
   std::vector<CopyStream::Point> arriving;
   for (const size_t index : batch.indices) {
     Beside& own = beside_[index];
@@ -203,7 +205,7 @@ void HostOptimizer::update_later(const Batch& batch) {
     arriving.push_back(own.arrived);
     own.writes = nn::WriteMark(parameters_[index].tensor);
   }
-  ahead_ = batch.indices;
+  ahead_.insert(ahead_.end(), batch.indices.begin(), batch.indices.end());
   const auto make = [this, begun = batch.indices, terms = optim::UpdateTerms{.lr = batch.lr, .gradient_scale = batch.gradient_scale}, arriving] {
     const c10::NoGradGuard no_grad;
     for (const CopyStream::Point& point : arriving) point.wait();

@@ -156,16 +156,17 @@ void Adam8bit::update(const Batch& batch) {
   std::vector<at::Tensor> parameters, gradients, averages, squares, steps;
   for (size_t k = 0; k < batch.indices.size(); ++k) {
     const size_t index = batch.indices[k];
+    const at::Tensor gradient = batch.gradients[k].to(at::kFloat);  // a wrapper may have sent it in 16 bits
     if (is_quantized(index)) {
       const auto& [state, runs, scales] = quantized_[index];
       auto& [average, square] = fresh_[index];
       invariant(average.defined(), "adam8bit: '", parameters_[index].name, "' has a gradient that it had not when the step began");
-      kernels::adam8bit_update_(batch.parameters[k], batch.gradients[k], state, runs, step_of(batch, counts_[index]), average, square);
+      kernels::adam8bit_update_(batch.parameters[k], gradient, state, runs, step_of(batch, counts_[index]), average, square);
       fresh_[index] = {};
       continue;
     }
     parameters.push_back(batch.parameters[k]);
-    gradients.push_back(batch.gradients[k]);
+    gradients.push_back(gradient);
     averages.push_back(exp_avg_[index]);
     squares.push_back(exp_avg_sq_[index]);
     steps.push_back(at::full({}, static_cast<double>(counts_[index]), parameters.back().options().requires_grad(false)));

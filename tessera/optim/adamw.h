@@ -27,6 +27,7 @@ class AdamW : public Optimizer {
   std::string kind() const override { return "adamw"; }
   bool skips_on_device() const override { return true; }
   bool updates_in_one_pass() const override { return true; }
+  bool writes_rounded() const override { return true; }
   std::vector<StateTensor> state() const override;
 
  private:

@@ -15,6 +15,7 @@
 #include "tessera/core/error.h"
 #include "tessera/core/parallel.h"
 #include "tessera/kernels/cpu/loops.h"
+#include "tessera/kernels/pieces.h"
 #include "tessera/memory/on_host.h"
 
 // A rank holds some rows of a parameter, and which ones depends on the layout. So a row is the unit: its sum of squares is made in an order that its length
@@ -73,18 +74,39 @@ double sum_of_squares(const T* x, int64_t n) {
 /// than memory.
 double sum_of_squares(const float* x, int64_t n) { return kernels::cpu::loops().sum_of_squares(x, n); }
 
+/// In fp64 of a cast of its own, a piece at a time: the reduction's own cast is of the whole gradient, and a dry run would not see it.
+void sum_rows_on_device(const at::Tensor& gradient, const RowRun& run, const at::Tensor& out) {
+  constexpr int64_t kPiece = int64_t{1} << 25;  // 268 MB
+  if (run.columns > kPiece) {                   // parts of a row, whose length alone says where they end
+    const int64_t whole = run.columns / kPiece, rest = run.columns % kPiece;
+    for (int64_t row = 0; row < run.rows; ++row) {
+      const at::Tensor parts = at::zeros({whole + 1}, out.options());
+      const int64_t first = run.first_element + row * run.columns;
+      sum_rows_on_device(gradient, {0, first, whole, kPiece}, parts.narrow(0, 0, whole));
+      if (rest > 0) sum_rows_on_device(gradient, {0, first + whole * kPiece, 1, rest}, parts.narrow(0, whole, 1));
+      out.select(0, row).copy_(parts.sum());
+    }
+    return;
+  }
+  kernels::in_pieces(run.rows, kPiece / run.columns, gradient.is_meta(), [&](int64_t begin, int64_t count) {
+    const at::Tensor rows = gradient.view(-1).narrow(0, run.first_element + begin * run.columns, count * run.columns).view({count, run.columns});
+    const at::Tensor wide = rows.to(at::kDouble);
+    if (wide.is_meta()) return;
+    at::Tensor sums = out.narrow(0, begin, count);
+    at::linalg_vector_norm_out(sums, wide, 2, at::IntArrayRef{1}).square_();
+  });
+}
+
 /// Writes the sum of squares of each row of one run to `out`, fp64 [rows].
 void sum_rows(const at::Tensor& gradient, const RowRun& run, const at::Tensor& out) {
-  if (gradient.is_meta()) return;
+  if (gradient.is_meta() && is_on_host(gradient)) return;
   if (gradient.is_complex()) {
     return sum_rows(at::view_as_real(gradient.resolve_conj()).view(-1), {run.first_logical_row, 2 * run.first_element, run.rows, 2 * run.columns}, out);
   }
   if (!gradient.is_cpu()) {
     // The device's own reduction, whose order within a row is that device's: the norm agrees with the CPU's but for the last bits of fp64, and so does what is
     // clipped by it but where the factor, rounded to fp32, falls on the other side.
-    const auto rows = gradient.view(-1).narrow(0, run.first_element, run.rows * run.columns).view({run.rows, run.columns});
-    out.copy_(at::linalg_vector_norm(rows, 2, at::IntArrayRef{1}, /*keepdim=*/false, at::kDouble).square_());
-    return;
+    return sum_rows_on_device(gradient, run, out);
   }
   double* const sums = out.data_ptr<double>();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, gradient.scalar_type(), "sum_rows", [&] {
@@ -107,7 +129,7 @@ void sum_rows_there(const at::Tensor& gradient, const RowRun& run, const at::Ten
 /// The sum of `rows`, fp64 [1], added up by pairs of neighbors, then pairs of pairs. Overwrites `rows`.
 at::Tensor sum_tree(const at::Tensor& rows) {
   auto sum = at::empty({1}, rows.options());
-  if (rows.is_meta()) return sum;
+  if (rows.is_meta() && is_on_host(rows)) return sum;
   if (!rows.is_cpu()) return sum.copy_(rows.sum().view({1}));  // on a device, too, the order depends on the length alone
   double* const x = rows.data_ptr<double>();
   int64_t n = rows.numel();

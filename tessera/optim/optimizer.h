@@ -54,7 +54,7 @@ struct UpdateTerms {
   double lr = 0;
   at::Tensor skip{};                        ///< undefined: it is made; else a device that the host does not read decides
   double gradient_scale = 1;                ///< gradients are read times this (updates_in_one_pass())
-  const RoundedWeights* rounded = nullptr;  ///< written besides (updates_in_one_pass())
+  const RoundedWeights* rounded = nullptr;  ///< written besides (writes_rounded())
 };
 
 /// Updates parameters in place from their `grad()`; parameters without a gradient are left alone, state included, as torch.optim does.
@@ -94,8 +94,10 @@ class Optimizer {
   /// Whether its operators leave everything alone where a number on the device says so; otherwise the host reads it first, and waits.
   virtual bool skips_on_device() const { return false; }
 
-  /// Whether its update on the host scales gradients as it reads them, takes those of fp32 parameters in 16 bits, and writes 16-bit weights along.
+  /// Whether its update on the host scales gradients as it reads them, and takes those of fp32 parameters in 16 bits.
   virtual bool updates_in_one_pass() const { return false; }
+  /// Whether that pass also follows and writes UpdateTerms::rounded. Who hands updates on to another optimizer says so only where it hands these on as well.
+  virtual bool writes_rounded() const { return false; }
 
   /// Every state tensor that there is, parameter by parameter in the order of construction. The tensors are the live ones: copy into them to load.
   virtual std::vector<StateTensor> state() const = 0;

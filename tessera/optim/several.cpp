@@ -76,6 +76,10 @@ bool Several::updates_in_one_pass() const {
   return std::ranges::all_of(parts_, [](const Part& part) { return part.optimizer->updates_in_one_pass(); });
 }
 
+bool Several::writes_rounded() const {
+  return std::ranges::all_of(parts_, [](const Part& part) { return part.optimizer->writes_rounded(); });
+}
+
 std::vector<StateTensor> Several::state() const {
   return all_of([](const Optimizer& optimizer) { return optimizer.state(); });
 }

@@ -32,6 +32,7 @@ class Several final : public Optimizer {
   std::set<std::string> needs_wholes() const override;
   bool skips_on_device() const override;
   bool updates_in_one_pass() const override;
+  bool writes_rounded() const override;
   std::vector<StateTensor> state() const override;
   std::vector<StateTensor> state_to_save() const override;
   std::vector<StateTensor> state_at_hand() const override;

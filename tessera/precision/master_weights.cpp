@@ -1,6 +1,7 @@
 #include "tessera/precision/master_weights.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include <ATen/Dispatch.h>
@@ -12,8 +13,10 @@
 #include "tessera/core/parallel.h"
 #include "tessera/memory/memory.h"
 #include "tessera/memory/on_host.h"
+#include "tessera/nn/late_updates.h"
+#include "tessera/nn/names.h"
 
-// The optimizer inside is handed masters as its parameters, and a gradient each. One that updates in one pass is told which weights to write along. Others know
+// The optimizer inside is handed masters as its parameters, and a gradient each. One that writes weights along in its pass is told which. Others know
 // nothing of 16 bits. All gradients in fp32 at once would be a second set of masters; instead their step is called several times, with the gradients of a few
 // parameters each and none for the others, which they leave alone. That is the same update, since it goes element by element and counts updates for each
 // parameter.
@@ -41,8 +44,7 @@ namespace {
 bool is_master(const at::Tensor& tensor) { return tensor.scalar_type() == at::kFloat; }
 }  // namespace
 
-std::vector<optim::StateTensor> MasterWeights::state() const {
-  auto state = inner_->state();
+std::vector<optim::StateTensor> MasterWeights::with_masters(std::vector<optim::StateTensor> state) const {
   for (const auto& master : masters_) {
     if (is_master(master.tensor)) state.push_back({master.name, "master", master.tensor.detach(), nn::slice_of(master.tensor)});
   }
@@ -80,15 +82,20 @@ size_t MasterWeights::staged_end(const Batch& batch, size_t begin) const {
 
 namespace {
 
-/// Where `master` does not round to `weight`, somebody has written the weight since: it takes the weight's value.
+/// Where `master` does not round to `weight`, somebody has written the weight since: it takes the weight's value. Whether there was any such.
 template <class Weight>
-void follow(float* master, const Weight* weight, int64_t count) {
-  parallel_for(0, count, 1 << 14, [=](int64_t first, int64_t last) {
+bool follow(float* master, const Weight* weight, int64_t count) {
+  std::atomic<bool> written = false;
+  parallel_for(0, count, 1 << 14, [=, &written](int64_t first, int64_t last) {
+    bool all_stand = true;
     for (int64_t i = first; i < last; ++i) {
       const bool stands = static_cast<Weight>(master[i]) == weight[i];
       master[i] = stands ? master[i] : static_cast<float>(weight[i]);
+      all_stand &= stands;
     }
+    if (!all_stand) written = true;
   });
+  return written;
 }
 
 /// The same by operators, a piece at a time: they want five bytes an element for themselves, and 30 of traffic.
@@ -107,8 +114,9 @@ void follow_by_operators(const at::Tensor& master, const at::Tensor& weight) {
 void follow(const at::Tensor& master, const at::Tensor& weight) {
   if (master.is_meta()) return;  // also of a device's step: a plan does not count what these want for themselves
   if (!master.is_cpu() || !master.is_contiguous() || !weight.is_contiguous()) return follow_by_operators(master, weight);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, weight.scalar_type(), "follow_weights",
-                                  [&] { follow(master.data_ptr<float>(), weight.const_data_ptr<scalar_t>(), master.numel()); });
+  const bool written = AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, weight.scalar_type(), "follow_weights",
+                                                       [&] { return follow(master.data_ptr<float>(), weight.const_data_ptr<scalar_t>(), master.numel()); });
+  if (written) master.unsafeGetTensorImpl()->bump_version();  // by which who keeps copies of masters sees it (HostOptimizer)
 }
 
 }  // namespace
@@ -123,17 +131,30 @@ void MasterWeights::follow_weights(const std::vector<Batch>& batches) {
   }
 }
 
-bool MasterWeights::goes_in_one_pass(const Batch& batch) const { return inner_->updates_in_one_pass() && std::ranges::all_of(batch.parameters, is_on_host); }
+bool MasterWeights::goes_in_one_pass(const Batch& batch) const { return inner_->writes_rounded() && std::ranges::all_of(batch.parameters, is_on_host); }
 
 void MasterWeights::prepare(const std::vector<Batch>& batches) {
   follow_weights(batches);
-  if (!inner_->needs_begin()) return;
+  if (inner_->needs_begin()) begin_inner(batches);
+}
+
+/// It may give masters an update of the step before (HostOptimizer, delayed), also those that sit this one out: their weights get it here.
+void MasterWeights::begin_inner(const std::vector<Batch>& batches) {
+  std::vector<nn::WriteMark> idle(masters_.size());
+  for (size_t i = 0; i < masters_.size(); ++i) {
+    if (is_master(masters_[i].tensor) && !parameters_[i].tensor.grad().defined()) idle[i] = nn::WriteMark(masters_[i].tensor);
+  }
   for (const Batch& batch : batches) {
     for (size_t i = 0; i < batch.indices.size(); ++i) masters_[batch.indices[i]].tensor.mutable_grad() = batch.gradients[i];
   }
   inner_->begin(batches.front().lr);
   for (const Batch& batch : batches) {
     for (const size_t index : batch.indices) masters_[index].tensor.mutable_grad() = at::Tensor();
+  }
+  for (size_t i = 0; i < masters_.size(); ++i) {
+    if (idle[i] == nn::WriteMark() || idle[i] == nn::WriteMark(masters_[i].tensor)) continue;
+    at::Tensor(parameters_[i].tensor).copy_(masters_[i].tensor);
+    nn::note_late_update(parameters_[i].tensor);
   }
 }
 

@@ -17,7 +17,8 @@ namespace tessera::precision {
 ///
 /// It knows tensors and their slices alone: given a rank's shards, it holds the masters of the shards. Works on meta.
 ///   state     that of the optimizer inside, on the masters, and "master": fp32, the weights' slices. A checkpoint keeps both
-/// On the host an inner optimizer that updates in one pass (AdamW) follows and rounds in that pass, and reads 16-bit gradients as they are:
+/// On the host an inner optimizer that writes weights along (AdamW; none that hands its update on, as those of offload do) follows and rounds in that pass, and
+/// reads 16-bit gradients as they are:
 ///   traffic   4 bytes an element and step beyond the inner update, 2 with 16-bit gradients
 /// Elsewhere, and of other optimizers,
 ///   traffic   18 bytes beyond it; 26 with 16-bit gradients
@@ -26,7 +27,8 @@ namespace tessera::precision {
 /// In all cases
 ///   memory    4 bytes an element beyond the inner state, once
 /// Masters begin as the weights are at construction. Who writes weights later (a checkpoint without masters, clamping, an average that is swapped in) is
-/// followed: a master that does not round to its weight when a step begins takes the weight's value.
+/// followed: a master that does not round to its weight when a step begins takes the weight's value. Around a delayed HostOptimizer weights are rounded from
+/// masters that show an update one step later, and what is written beside an update is refused by that; a HostOptimizer around masters keeps these on the host.
 class MasterWeights final : public optim::Optimizer {
  public:
   /// Makes the optimizer inside, of the masters that it is handed.
@@ -40,18 +42,23 @@ class MasterWeights final : public optim::Optimizer {
 
   std::string kind() const override { return inner_->kind(); }
   std::map<std::string, std::string> kinds() const override { return inner_->kinds(); }
-  std::vector<optim::StateTensor> state() const override;
+  std::vector<optim::StateTensor> state() const override { return with_masters(inner_->state()); }
+  std::vector<optim::StateTensor> state_to_save() const override { return with_masters(inner_->state_to_save()); }
+  std::vector<optim::StateTensor> state_at_hand() const override { return with_masters(inner_->state_at_hand()); }
   bool needs_begin() const override { return true; }
   std::set<std::string> needs_wholes() const override { return inner_->needs_wholes(); }
   bool skips_on_device() const override { return inner_->skips_on_device(); }
   bool updates_in_one_pass() const override { return inner_->updates_in_one_pass(); }
   void hold_state(const std::map<std::string, int64_t>& counts) override;
+  void follow_all_but(const std::set<std::string>& ahead) override { inner_->follow_all_but(ahead); }
 
  private:
   void update(const Batch& batch) override;
   void prepare(const std::vector<Batch>& batches) override;
   void counts_changed() override;
+  std::vector<optim::StateTensor> with_masters(std::vector<optim::StateTensor> state) const;
   void follow_weights(const std::vector<Batch>& batches);
+  void begin_inner(const std::vector<Batch>& batches);
   size_t staged_end(const Batch& batch, size_t begin) const;
   /// Whether the optimizer inside follows and writes this weight along with its master.
   bool goes_in_one_pass(const Batch& batch) const;

@@ -18,6 +18,7 @@
 #include "tessera/core/host_read.h"
 #include "tessera/core/log.h"
 #include "tessera/expert_parallel/expert_parallel.h"
+#include "tessera/memory/on_host.h"
 #include "tessera/mesh/positions.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/nn/operators.h"
@@ -119,7 +120,7 @@ void require_finite_updates(const data::StepBatch& batch, double norm) {
 }
 
 bool lie_on_host(const std::vector<nn::NamedParameter>& parameters) {
-  return std::ranges::all_of(parameters, [](const auto& parameter) { return parameter.tensor.is_cpu() || parameter.tensor.is_meta(); });
+  return std::ranges::all_of(parameters, [](const auto& parameter) { return is_on_host(parameter.tensor); });
 }
 
 RankScope& computing_on(at::Device device, RankScope& scope) {

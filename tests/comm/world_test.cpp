@@ -286,6 +286,40 @@ TEST(World, OfOtherSizesInOneStore) {
   }
 }
 
+/// One that a program joins in the launcher's store, which gathers nobody, and then the environment's: each has keys of its own, though a rank is late.
+TEST(World, OneOfAStoreAndThenTheEnvironmentsUnderALaunchersStore) {
+  const auto served = serve_anywhere();
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      const Environment environment{.rank = rank,
+                                    .size = 2,
+                                    .local_rank = rank,
+                                    .local_size = 2,
+                                    .master_addr = "127.0.0.1",
+                                    .master_port = served->getPort(),
+                                    .agent_store = true,
+                                    .launched = true};
+      const auto meet = [&](World world) {
+        auto all = at::ones({2});
+        all_reduce(world.group(), all);
+        EXPECT_EQ(all[0].item<float>(), 2) << rank;
+        EXPECT_TRUE(world.leave());
+      };
+      c10d::TCPStoreOptions client;
+      client.port = served->getPort();
+      client.waitWorkers = false;
+      client.timeout = 10s;
+      for (int again = 0; again < 2; ++again) {
+        meet(World::join(environment, c10::make_intrusive<c10d::TCPStore>("127.0.0.1", client), {.timeout = 5s}));
+        if (rank == 1) std::this_thread::sleep_for(200ms);
+        meet(World::join(environment, {.timeout = 5s}));
+      }
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+}
+
 /// As by srun, or in pods that are started again one by one: the first process of rank 1 came, and ended.
 TEST(World, ARankThatIsStartedAgainMeetsThoseWhoStillGather) {
   const int port = free_port();

@@ -4,7 +4,11 @@
 
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
+#include "tessera/models/blocks.h"
+#include "tessera/nn/attach.h"
+#include "tessera/nn/embedding.h"
 #include "tests/models/tiny.h"
+#include "tests/refusal.h"
 
 namespace tessera {
 namespace {
@@ -94,6 +98,49 @@ TEST_P(Caching, WhatWasSkippedIsRefused) {
   KvCache cache(*model);
   read(cache, tokens.narrow(1, 0, 2), 0);
   EXPECT_THROW(read(cache, tokens.narrow(1, 4, 1), 4), ConfigError) << "two between were never read";
+}
+
+/// A model of a program's own, whose attention is called with queries, keys and values alone.
+class ThreeValuesImpl : public LanguageModel {
+ public:
+  explicit ThreeValuesImpl(const ModelConfig& config) : LanguageModel(config), embed_tokens_(config.vocab_size, config.dim) {
+    register_module("embed_tokens", embed_tokens_);
+    register_module("core", core_);
+    register_head(embed_tokens_->weight);
+    nn::assign_paths(*this);
+  }
+  at::Tensor embed(const at::Tensor& tokens, const TokenPlaces&) override { return embed_tokens_(tokens); }
+  int64_t num_blocks() const override { return 1; }
+  at::Tensor run_blocks(at::Tensor stream, int64_t begin, int64_t end, int64_t, const TokenPlaces&) override {
+    if (begin == end) return stream;
+    const at::Tensor heads = stream.unflatten(-1, {config().heads, -1});
+    return add_to_stream(stream, core_(heads, heads, heads).flatten(-2));
+  }
+  at::Tensor normed(const at::Tensor& stream) override { return stream; }
+  std::string attention_pattern() const override { return "core"; }
+
+ private:
+  nn::Embedding embed_tokens_;
+  nn::AttentionCore core_;
+};
+
+TEST(CachingOfOwnModels, AttentionMayBeCalledWithoutPositions) {
+  const at::NoGradGuard no_grad;
+  const auto model = std::make_shared<ThreeValuesImpl>(tiny_config("gpt2"));
+  const at::Tensor tokens = at::randint(37, {2, 9});
+  const at::Tensor full = model->logits(tokens);
+  KvCache cache(*model);
+  const auto read = [&](int64_t begin, int64_t columns, KvCache::Read what) {
+    const KvCache::Reading reading(cache, 0, begin, columns, what);
+    return model->logits(tokens.narrow(1, begin, columns)).select(1, -1);
+  };
+  for (int64_t at = 0; const int64_t columns : {4, 1, 3, 1}) {
+    const at::Tensor logits = read(at, columns, KvCache::Read::Whole);
+    at += columns;
+    EXPECT_TRUE(at::allclose(logits, full.select(1, at - 1), 1e-4, 1e-4)) << "after " << at;
+  }
+  const std::string refused = testing_support::refusal([&] { read(0, 4, KvCache::Read::Part); });
+  EXPECT_NE(refused.find("attention 'core' is called without positions"), std::string::npos) << refused;
 }
 
 /// Ranks that share a text's columns go back as one does.

@@ -304,6 +304,26 @@ TEST(HostOptimizer, ADelayedUpdateIsThatOfTheGradientOfOneStepBefore) {
   EXPECT_EQ(next, pair.cpu.size());
 }
 
+/// Each parameter once, and none is forgotten (precision/master_weights.h hands on some gradients at a time).
+TEST(HostOptimizer, ADelayedUpdateMayBeMadeOfSomeParametersAtATime) {
+  Pair pair;
+  HostOptimizer away(pair.device, pair.device.front().tensor.device(), building("adamw"), HostOptimizer::kPieceBytes, /*delayed=*/true);
+  const auto plain = optim::make_optimizer(config_of("adamw"), pair.cpu);
+  pair.draw(0);
+  away.begin(1e-2);
+  for (const bool odd : {false, true}) {
+    for (size_t i = 0; i < kShapes.size(); ++i) {
+      at::Tensor parameter = pair.device[i].tensor;
+      parameter.mutable_grad() = (i % 2 == 1) == odd ? at::zeros_like(parameter) : at::Tensor();  // what begin() has read counts
+    }
+    away.apply({.lr = 1e-2});
+  }
+  plain->step(1e-2);
+  for (const auto& parameter : pair.device) at::Tensor(parameter.tensor).mutable_grad() = at::Tensor();
+  away.step(1e-2);  // shows it
+  pair.expect_equal();
+}
+
 /// An update that is under way began with what the weights were before.
 TEST(HostOptimizer, WhatIsWrittenBesideADelayedUpdateIsRefused) {
   Pair pair;

@@ -1,6 +1,7 @@
 #include "tessera/optim/optimizer.h"
 
 #include <limits>
+#include <optional>
 
 #include <ATen/ops/full.h>
 #include <gmock/gmock.h>
@@ -11,7 +12,10 @@
 #include <torch/optim/sgd.h>
 
 #include "tessera/core/error.h"
+#include "tessera/kernels/adam8bit.h"
+#include "tessera/kernels/lion.h"
 #include "tessera/memory/memory.h"
+#include "tessera/memory/on_host.h"
 #include "tessera/optim/adamw.h"
 #include "tessera/optim/clip.h"
 #include "tessera/optim/sgd.h"
@@ -217,10 +221,74 @@ TEST_P(EveryOptimizer, TakesTheSameMemoryOnMeta) {
     at_end.push_back(tracker.peak());
   };
   std::vector<int64_t> real, dry;
-  measure(at::kCPU, real);
+  measure(testing_support::test_device(), real);
+  std::optional<MetaAsAccelerator> device;
+  if (!testing_support::test_device().is_cpu()) device.emplace();
   measure(at::kMeta, dry);
   EXPECT_EQ(real, dry);
   EXPECT_GT(real[0], GetParam() == "adafactor" ? 4 * (64 + 65) : GetParam() == "adam8bit" ? 2 * 64 * 65 : 4 * 64 * 65);
+}
+
+/// By operators, which take memory of their own.
+TEST(UpdatesByPieces, TakeAsMuchMemoryAtMost) {
+  const MetaAsAccelerator device;
+  for (const std::string name : {"lion", "adam8bit"}) {
+    MemoryTracker tracker;
+    const TrackMemory track(tracker);
+    const auto parameters = make_parameters({{10'000, 100'000}}, at::kMeta);
+    const auto optimizer = make_optimizer(config_of(name), parameters);
+    draw_gradients(parameters, 1);
+    tracker.reset_peak();
+    const int64_t before = tracker.current();
+    optimizer->step(0.1);
+    const int64_t scales = name == "adam8bit" ? 2 * 4 * 1'000'000'000LL / kernels::kAdam8bitBlock : 0;
+    EXPECT_GT(tracker.peak() - before, 100'000'000) << name;
+    EXPECT_LE(tracker.peak() - before, 256'000'000 + scales) << name;
+  }
+}
+
+TEST(UpdatesByPieces, OfLionMissNoElement) {
+  const auto made = [](double value) { return at::full({34'000'000}, value, at::kBFloat16); };
+  const at::Tensor parameter = made(1), exp_avg = made(0);
+  kernels::lion_(parameter, made(1), exp_avg, {.lr = 0.5, .beta2 = 0.75});
+  EXPECT_TRUE(parameter.eq(0.5).all().item<bool>());
+  EXPECT_TRUE(exp_avg.eq(0.25).all().item<bool>());
+}
+
+/// The end of a tensor is updated as if a rank held it alone, though a piece ends in it, within a block.
+TEST(UpdatesByPieces, OfAdam8bitHaveTheBitsOfAPart) {
+  constexpr int64_t kAll = (int64_t{1} << 22) + 900, kFirst = 100, kBlock = kernels::kAdam8bitBlock, kPart = 5 * kBlock + (kFirst + kAll) % kBlock;
+  struct Held {
+    Held(const at::Tensor& values, const at::Tensor& gradient, int64_t first_index)
+        : parameter(values.clone()), gradient(gradient), runs{{{0, values.numel(), static_cast<uint64_t>(first_index)}, 0}} {
+      const int64_t blocks = (first_index % kBlock + values.numel() + kBlock - 1) / kBlock;
+      const auto zeros = [](int64_t size, at::ScalarType dtype) { return at::zeros({size}, dtype); };
+      state = {.exp_avg = zeros(values.numel(), at::kByte),
+               .exp_avg_sq = zeros(values.numel(), at::kByte),
+               .exp_avg_scale = zeros(blocks, at::kFloat),
+               .exp_avg_sq_scale = zeros(blocks, at::kFloat)};
+      for (int64_t update = 1; update <= 2; ++update) {
+        const kernels::Adam8bitStep step{.lr = 0.1, .weight_decay = 0.01, .step = update};
+        const at::Tensor scale = zeros(blocks, at::kFloat), sq_scale = zeros(blocks, at::kFloat);
+        kernels::adam8bit_scales(this->gradient, state, runs, step, scale, sq_scale);
+        kernels::adam8bit_update_(parameter, this->gradient, state, runs, step, scale, sq_scale);
+      }
+    }
+    std::vector<at::Tensor> end() const {
+      const auto last = [](const at::Tensor& all, int64_t count) { return all.narrow(0, all.numel() - count, count); };
+      const int64_t blocks = (kPart + kBlock - 1) / kBlock;
+      return {last(parameter, kPart), last(state.exp_avg, kPart), last(state.exp_avg_sq, kPart), last(state.exp_avg_scale, blocks),
+              last(state.exp_avg_sq_scale, blocks)};
+    }
+    at::Tensor parameter, gradient;
+    std::vector<kernels::QuantizedRun> runs;
+    kernels::Adam8bitState state;
+  };
+  at::manual_seed(3);
+  const at::Tensor values = at::randn({kAll}), gradient = at::randn({kAll});
+  const auto part_of = [&](const at::Tensor& all) { return all.narrow(0, kAll - kPart, kPart).clone(); };
+  const Held whole(values, gradient, kFirst), part(part_of(values), part_of(gradient), kFirst + kAll - kPart);
+  for (size_t i = 0; i < 5; ++i) EXPECT_TRUE(at::equal(whole.end()[i], part.end()[i])) << i;
 }
 
 TEST_P(TorchOptimizer, StateIsNamedAndSlicedLikeItsParameter) {

@@ -23,12 +23,13 @@ class PlannedDevice : public testing_support::TrainFixture {
       const bool on_cpu = testing_support::test_device().is_cpu();
       const testing_support::OnTheCpu beside;
       std::optional<MetaAsAccelerator> device;
-      if (!on_cpu) device.emplace();
+      std::optional<kernels::Bf16ProductsGuard> multiplies;
+      if (!on_cpu) device.emplace(), multiplies.emplace(/*native=*/true);
       return plan::dry_run(settings, world).ranks.at(0).peak_bytes;
     }();
     const auto real = train(settings, world).peak;
-    // Of clipped 16-bit gradients a number of 8 bytes, as in precision_test.cpp.
-    const int64_t play = settings.precision.reduce == "bf16" ? 8 : 0;
+    // Of clipped 16-bit gradients a number of 8 bytes, as in precision_test.cpp, and of Adafactor's sums, whose divisor lies on the host.
+    const int64_t play = settings.precision.reduce == "bf16" || settings.optim.name == "adafactor" ? 8 : 0;
     for (int c = 0; c < num_memory_categories; ++c) {
       EXPECT_LE(std::abs(planned[c] - real[c]), play) << planned[c] << " planned, " << real[c] << " measured: " << to_string(static_cast<MemoryCategory>(c))
                                                       << " of " << family << ::testing::PrintToString(sets);
@@ -43,6 +44,23 @@ TEST_F(PlannedDevice, PeakEqualsTheRunsToTheByte) {
     expect_real_peak(family, {"precision.params=bf16", "precision.compute=bf16"});
     expect_real_peak(family, {"precision.params=bf16", "precision.compute=bf16", "batch.micro_size=4"});
     expect_real_peak(family, {"precision.compute=bf16", "recompute.mode=full"});
+  }
+}
+
+/// Of few columns and a large table, where the update of it is the peak, or the norm of its gradient.
+TEST_F(PlannedDevice, PeakOfEveryUpdateEqualsTheRunsToTheByte) {
+  for (const std::string name : {"adam8bit", "lion", "adafactor", "muon", "sgd"}) {
+    for (const std::string table : {"259", "3000"}) {
+      const std::vector<std::string> sets{"optim.name=" + name, "model.vocab_size=" + table, "model.ffn_dim=400", "data.seq_len=2", "batch.micro_size=1"};
+      const auto with = [&](std::vector<std::string> more) {
+        more.insert(more.end(), sets.begin(), sets.end());
+        return more;
+      };
+      expect_real_peak("llama", with({}));
+      expect_real_peak("llama", with({"optim.max_grad_norm=0"}));
+      expect_real_peak("gpt2", with({"precision.params=bf16", "precision.compute=bf16", "optim.max_grad_norm=0.1"}));
+    }
+    expect_real_peak("llama", {"optim.name=" + name, "zero.stage=3", "data.seq_len=2", "batch.global_size=6", "batch.micro_size=1"}, 3);
   }
 }
 
@@ -61,6 +79,23 @@ TEST_F(PlannedDevice, ExpertsAreMultipliedOneByOneAsTheDeviceDoes) {
   EXPECT_EQ(products(true), 0);
   expect_real_peak("mixtral", {});
   expect_real_peak("mixtral", {"precision.compute=bf16"});
+}
+
+/// A device reads neither the loss's gradient, which was foreseen, nor the scale that an update of the host's takes along.
+TEST_F(PlannedDevice, GradientsAreMultipliedWhereTheDeviceDoes) {
+  const auto multiplied = [&](bool on_device, const std::string& loss_scale) {
+    std::optional<MetaAsAccelerator> device;
+    if (on_device) device.emplace();
+    const auto settings = config("llama", {"precision.loss_scale=" + loss_scale, "batch.global_size=6"});
+    int64_t count = 0;
+    for (const auto& ran : only<OperatorEvent>(plan::dry_run(settings, 1, {.events = true}).ranks.at(0).events))
+      count += (ran.name == "aten::mul_" || ran.name == "aten::mul") && ran.shape == std::vector<int64_t>{259, 24} ? 1 : 0;
+    return count;
+  };
+  EXPECT_EQ(multiplied(false, "none"), 0);
+  EXPECT_EQ(multiplied(true, "none"), 3 + 2) << "the head's gradient of each micro-batch, and the table's and the head's by what clips them";
+  EXPECT_EQ(multiplied(false, "256"), 0);
+  EXPECT_EQ(multiplied(true, "256"), 3 + 2 + 2) << "both before their norm, too";
 }
 
 /// Of few columns: then the peak is where weights' gradients are added up, or in the update, which go other ways than a CPU's.

@@ -1,12 +1,18 @@
 #include "tessera/precision/master_weights.h"
 
+#include <filesystem>
+
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include "tessera/core/error.h"
 #include "tessera/core/rng.h"
 #include "tessera/memory/memory.h"
+#include "tessera/offload/host_optimizer.h"
+#include "tessera/offload/paged_optimizer.h"
+#include "tessera/optim/several.h"
 #include "tessera/precision/gradient_dtype.h"
 #include "tests/test_device.h"
 
@@ -137,6 +143,73 @@ TEST_P(MasterWeightsOf, GoesOnFromItsState) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Optimizers, MasterWeightsOf, ::testing::Values("adamw", "sgd"), [](const auto& info) { return info.param; });
+
+/// Whatever is between the masters and who updates them, and whichever weights that writes along by itself.
+class MasterWeightsAround : public ::testing::TestWithParam<std::tuple<std::string, std::string>> {
+ protected:
+  using Parameters = std::vector<nn::NamedParameter>;
+
+  ~MasterWeightsAround() override { std::filesystem::remove_all(folder_); }
+
+  std::unique_ptr<optim::Optimizer> make(const std::string& around, const Parameters& parameters) const {
+    const auto inside = [name = std::get<1>(GetParam())](const Parameters& given) { return optim::make_optimizer(config_of(name), given); };
+    const at::Device device = parameters.front().tensor.device();
+    constexpr int64_t kPiece = 200;
+    if (around == "paged") return std::make_unique<PagedOptimizer>(parameters, PagedOptimizerOptions{.piece_bytes = kPiece}, inside);
+    if (around == "disk") {
+      return std::make_unique<PagedOptimizer>(parameters, PagedOptimizerOptions{.place = OffloadPlace::Disk, .dir = folder_, .piece_bytes = kPiece}, inside);
+    }
+    if (around == "host") return std::make_unique<HostOptimizer>(parameters, device, inside, kPiece);
+    if (around == "delayed") return std::make_unique<HostOptimizer>(parameters, device, inside, kPiece, /*delayed=*/true);
+    if (around == "several") {
+      std::vector<optim::Several::Part> parts;
+      parts.push_back({.optimizer = inside({parameters.begin(), parameters.begin() + 2})});
+      parts.push_back({.optimizer = make("disk", {parameters.begin() + 2, parameters.end()})});
+      return std::make_unique<optim::Several>("several", std::move(parts));
+    }
+    return inside(parameters);
+  }
+
+  const std::filesystem::path folder_ = std::filesystem::temp_directory_path() / ("tessera-masters-" + std::to_string(getpid()));
+};
+INSTANTIATE_TEST_SUITE_P(Optimizers, MasterWeightsAround,
+                         ::testing::Combine(::testing::Values("nothing", "several", "paged", "disk", "host", "delayed"),
+                                            ::testing::Values("adamw", "sgd", "lion", "adafactor", "adam8bit", "muon")),
+                         [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param); });
+
+TEST_P(MasterWeightsAround, AWeightIsItsMasterRounded) {
+  const at::NoGradGuard no_grad;  // parameters are written to
+  const std::string around = std::get<0>(GetParam());
+  const std::vector<std::vector<int64_t>> shapes{{7, 5}, {}, {0, 3}, {11}, {70, 64}};
+  const auto weights = make_parameters(shapes, at::kBFloat16), reference = make_parameters(shapes, at::kFloat);
+  for (size_t i = 0; i < weights.size(); ++i) at::Tensor(reference[i].tensor).copy_(weights[i].tensor);
+  MasterWeights masters(weights, [&](const Parameters& given) { return make(around, given); });
+  const auto plain = make(around, reference);
+  const at::Tensor half = at::full({}, 0.5, weights[0].tensor.options().dtype(at::kDouble).requires_grad(false));
+  for (int step = 0; step < 6; ++step) {
+    set_gradients(weights, step, at::kBFloat16);
+    if (step == 3) at::Tensor(weights[3].tensor).mutable_grad() = at::Tensor();  // sits it out
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const at::Tensor& gradient = weights[i].tensor.grad();
+      at::Tensor(reference[i].tensor).mutable_grad() = gradient.defined() ? gradient.to(at::kFloat) : at::Tensor();
+    }
+    masters.step(1e-2, {}, step == 1 ? half : at::Tensor());
+    plain->step(1e-2, {}, step == 1 ? half : at::Tensor());
+    for (size_t i = 0; i < weights.size(); ++i) {
+      EXPECT_TRUE(at::equal(weights[i].tensor, reference[i].tensor.to(at::kBFloat16))) << step << " " << i;
+    }
+    if (step == 2 && around != "delayed") {  // somebody writes weights
+      for (const size_t i : {size_t{0}, size_t{4}}) at::Tensor(reference[i].tensor).copy_(at::Tensor(weights[i].tensor).mul_(0.5));
+    }
+  }
+  EXPECT_FALSE(at::equal(weights[4].tensor, make_parameters(shapes, at::kBFloat16)[4].tensor));
+  EXPECT_EQ(masters.update_counts(), plain->update_counts());
+  size_t kept = 0;
+  for (const StateTensor& state : masters.state_to_save()) {
+    if (state.state == "master") EXPECT_TRUE(at::equal(state.tensor, reference[kept++].tensor)) << state.parameter;
+  }
+  EXPECT_EQ(kept, shapes.size());
+}
 
 /// The update, clipping, and the weight in one pass: the bits of a pass for each, and no memory beside it.
 TEST(MasterWeights, UpdateInOnePassOnTheHost) {

@@ -76,6 +76,92 @@ TEST_P(WorldSizes, AnUnevenNetEqualsOneDevice) {
   }
 }
 
+/// As docs/tensor-parallel.md shows it. `shared`: whether the term is dealt over those whose gradients are summed.
+template <class Model>
+at::Tensor penalty_of(const Model& model, bool shared) {
+  at::Tensor loss = at::zeros({});
+  for (const auto& parameter : model->parameters()) {
+    double share = 1;
+    for (const auto& sharing : nn::sharings_of(parameter)) {
+      if (sharing.is_term && shared) share /= sharing.holders;
+    }
+    loss = loss + share * 1e-2 * parameter.square().sum();
+  }
+  return loss;
+}
+
+TEST_P(WorldSizes, APenaltyBesideTheModelIsDealtOverRanksThatSumGradients) {
+  const auto [ranks, sequence] = GetParam();
+  const Sample batch = sample(3, 11, 29);
+  const nn::SampleScope scope({.seed = 11, .step = 3, .first_sample = 4});
+  TokenNet whole = made();
+  (whole(batch.tokens, batch.labels) + penalty_of(whole, /*shared=*/true)).backward();
+  Tensors expected;
+  for (const auto& parameter : nn::unique_parameters(*whole)) expected[parameter.name] = parameter.tensor.grad();
+  run_ranks(ranks, [&, ranks = ranks, sequence = sequence](World& world) {
+    TokenNet net = on_meta([] { return TokenNet(); });
+    const auto tensor = parallelize_module(net, world.group(), token_net_plan(sequence));
+    materialize(net, 7, testing_support::test_device());
+    for (const bool shared : {true, false}) {
+      const nn::SampleScope here({.seed = 11, .step = 3, .first_sample = 4});
+      net->zero_grad();
+      (net(batch.tokens, batch.labels) + penalty_of(net, shared)).backward();
+      nn::sum_terms(tensor->group(), nn::unique_parameters(*net));
+      const double difference = difference_from(*net, expected);
+      if (shared || ranks == 1 || !sequence) {
+        EXPECT_LT(difference, kParity);
+      } else {
+        EXPECT_GT(difference, 10 * kParity) << "once for each rank";
+      }
+    }
+  });
+}
+
+/// Two queries a key.
+struct SharedKeysImpl : nn::Module {
+  SharedKeysImpl() : wq(6, 8), wk(6, 4), wo(8, 6) {
+    register_module("wq", wq);
+    register_module("wk", wk);
+    register_module("wo", wo);
+    nn::assign_paths(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor q = wq(x).unflatten(-1, {-1, 2}), k = wk(x).unflatten(-1, {-1, 2});
+    return wo((q * k.repeat_interleave(q.size(-2) / k.size(-2), -2)).flatten(-2)).square().sum();
+  }
+  nn::Linear wq, wk, wo;
+};
+TESSERA_MODULE(SharedKeys);
+
+TEST(TensorParallel, APenaltyBesideTheModelIsDealtOverRanksThatShareKeys) {
+  const auto queries = FeatureCut::query_heads(4, 2), keys = FeatureCut::key_value_heads(4, 2);
+  const at::Tensor x = at::arange(30, at::kFloat).view({1, 5, 6}).sin();
+  SharedKeys whole = on_meta([] { return SharedKeys(); });
+  materialize(whole, 7, testing_support::test_device());
+  (whole(x) + penalty_of(whole, /*shared=*/true)).backward();
+  Tensors expected;
+  for (const auto& parameter : nn::unique_parameters(*whole)) expected[parameter.name] = parameter.tensor.grad();
+  for (const int ranks : {2, 4}) {
+    run_ranks(ranks, [&](World& world) {
+      SharedKeys net = on_meta([] { return SharedKeys(); });
+      const auto tensor = parallelize_module(
+          net, world.group(), {{"wq", ColumnParallel{.cut = queries}}, {"wk", ColumnParallel{.cut = keys}}, {"wo", RowParallel{.cut = queries}}});
+      materialize(net, 7, testing_support::test_device());
+      for (const bool shared : {true, false}) {
+        net->zero_grad();
+        (net(x) + penalty_of(net, shared)).backward();
+        nn::sum_terms(tensor->group(), nn::unique_parameters(*net));
+        const double difference = difference_from(*net, expected);
+        if (shared || ranks == 2) {
+          EXPECT_LT(difference, kParity);
+        } else {
+          EXPECT_GT(difference, 10 * kParity) << "once for each holder";
+        }
+      }
+    });
+  }
+}
+
 /// The row of the padding gets no gradient, on whichever rank it lies.
 TEST(TensorParallel, PaddingIsTheRowOfTheWholeVocabulary) {
   struct PaddedImpl : nn::Module {

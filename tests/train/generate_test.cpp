@@ -84,6 +84,36 @@ TEST_P(Generation, TextsDoNotDependOnThoseBesideThem) {
   }
 }
 
+/// Frozen ones among them, also where a module has two parents.
+TEST(ModeOfModules, IsWhatItWasBehindEvaluationAndGeneration) {
+  const auto model = tiny_model(tiny_config("llama"));
+  ForwardEngine engine(*model);
+  const auto flags = [&] {
+    std::vector<bool> all;
+    for (const auto& module : model->modules()) all.push_back(module->is_training());
+    return all;
+  };
+  const auto at_path = [&](const std::string& path) { return model->named_modules()[path]; };
+  at_path("layers.1")->register_module("beside", at_path("layers.0.attention.wq"));
+  const auto expect_kept = [&](const char* what) {
+    const auto before = flags();
+    const std::vector<int64_t> prompt{3, 1, 4};
+    generate(engine, prompt, 2, {.temperature = 0});
+    EXPECT_EQ(flags(), before) << what;
+    engine.logits(at::tensor(prompt).unsqueeze(0));
+    EXPECT_EQ(flags(), before) << what;
+  };
+  at_path("layers.0")->eval();
+  expect_kept("a frozen block");
+  model->train();
+  at_path("layers.1")->eval();
+  at_path("layers.0.attention.wq")->train();
+  expect_kept("a frozen block with a part that is trained");
+  model->eval();
+  at_path("layers.0.attention.wq")->train();
+  expect_kept("a part of a model in evaluation mode");
+}
+
 TEST(GenerationOfMixtures, ExpertsThatChooseWouldSeeWhatIsYetToBeDrawn) {
   ModelConfig config = tiny_config("mixtral");
   config.router = "expert_choice";

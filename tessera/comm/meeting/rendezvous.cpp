@@ -34,7 +34,7 @@ constexpr milliseconds patience{10'000};  ///< after which a rank says whom it w
 
 const std::string kRendezvous = "rendezvous", kCount = "count", kComplete = "complete";
 
-/// Set by a rank that has seen all come.
+/// Set by a rank that has seen all come, or waits for none to.
 std::string gone_on(int rank) { return detail::concat("gone_on/", rank); }
 
 milliseconds until(Clock::time_point deadline) { return std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(deadline - Clock::now())); }
@@ -232,10 +232,11 @@ NextWorld next_world(Store store, const Environment& environment, Arrival arriva
   const auto alike = detail::concat("tessera/attempt/", environment.restart_count, "/of/", environment.size);
   const auto world = [&](int64_t number) { return detail::concat(alike, "/world/", number); };
   const auto begun_by_this = detail::concat(alike, "/begun_by/", environment.rank);
+  const auto gone_on_from = [&](int64_t number) { return detail::concat(world(number), "/", kRendezvous, "/", gone_on(environment.rank)); };
   int64_t number = store->add(begun_by_this, 0) - 1;
-  const bool gathers =
-      arrival == Arrival::Announced && number >= 0 && !store->check({detail::concat(world(number), "/", kRendezvous, "/", gone_on(environment.rank))});
+  const bool gathers = arrival == Arrival::Announced && number >= 0 && !store->check({gone_on_from(number)});
   if (!gathers) number = store->add(begun_by_this, 1) - 1;
+  if (arrival == Arrival::Unannounced) store->set(gone_on_from(number), "yes");  // or the next one would be taken for a second start of this one
   return {.store = c10::make_intrusive<c10d::PrefixStore>(world(number), std::move(store)), .number = number};
 }
 

@@ -39,8 +39,7 @@ tessera_sim_suite(kernels LEFT_OUT
   Memory.LinearCrossEntropyNeverHoldsAllLogits LinearCrossEntropy.WeightGradientIsAddedToWhatIsThere LinearCrossEntropy.GradientsOfTheBackwardPassHaveTheSameBits)
 tessera_sim_suite(optim LEFT_OUT *InParts.IsTheWhole* GlobalNorm.MeetsOverRanksThatHoldSlices GlobalNorm.CountsReplicatedSlicesOnce  # tensors of another rank's device
                   Muon.RoundsDoNotShowInTheBits                              # the same
-                  *StochasticOptimizer* RoundedState.*        # refused on CUDA, by name
-                  ClipGradients.TakesTheSameMemoryOnMeta)     # the norm on a device is made by other operators
+                  *StochasticOptimizer* RoundedState.*)       # refused on CUDA, by name
 tessera_sim_suite(offload LEFT_OUT
                   OffloadActivations.AChangeInPlaceIsRefusedAsWithoutThem)  # a program that is refused once it has written what is on its way
 tessera_sim_suite(precision LEFT_OUT
