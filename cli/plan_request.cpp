@@ -39,8 +39,6 @@ int tp_of(const Config& config, int world) {
   return settled.mesh.tp;
 }
 
-const std::vector<std::string> kEvenSplit{"auto"};
-
 /// A CPU: what its file says of the host is of the device.
 bool is_its_own_host(const plan::Device& device) { return device.host && device.host->memory_bytes_per_s == device.memory_bytes_per_s; }
 
@@ -94,9 +92,7 @@ void PlanRequest::settle(Config& config, int world, precision::Saying saying, in
   settle_batch(config, world);
   validate(config, world, Purpose::Plan);
   if (framework_) settle_mesh(config, world);
-  if (framework_ && framework_->stages_by_weights && config.mesh.pp > 1 && config.pipeline.virtual_stages == 1 && config.pipeline.split == kEvenSplit) {
-    config.pipeline.split = plan::stages_by_weights(config.model, config.mesh.pp);
-  }
+  settle_stages(config);
   precision::settle_compute(config, at::kMeta, saying);
   const int ranks = sharing > 0 ? sharing : world, of_host = device_ ? std::min(ranks, device_->devices_per_node) : ranks;
   config.run.threads = is_for_this_machine() ? threads_per_rank(config.run, of_host) : config.run.threads.value_or(1);  // scratch goes with them
@@ -121,9 +117,17 @@ plan::DryRunOptions PlanRequest::dry_options(const Config& config) const {
   return {.machine = machine_of(config), .allocator = allocator_of(config), .text_to_come = !is_there(flags_.what)};
 }
 
-std::function<plan::Machine(const Config& config)> PlanRequest::machine_of_each() const {
+void PlanRequest::settle_stages(Config& config) const {
+  if (!framework_ || !framework_->stages_by_weights || config.mesh.pp <= 1 || config.pipeline.virtual_stages != 1) return;
+  if (config.pipeline.split == std::vector<std::string>{"auto"}) config.pipeline.split = plan::stages_by_weights(config.model, config.mesh.pp);
+}
+
+std::function<plan::Machine(Config& config)> PlanRequest::machine_of_each() const {
   if (!device_ || !framework_) return {};
-  return [this](const Config& config) { return machine_of(config).value(); };
+  return [this](Config& config) {
+    settle_stages(config);
+    return machine_of(config).value();
+  };
 }
 
 nlohmann::json json_of(const plan::DryRun& run, const Config& config, const std::optional<plan::Device>& device,

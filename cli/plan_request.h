@@ -61,13 +61,15 @@ class PlanRequest {
   std::optional<plan::DeviceAllocator> allocator_of(const Config& config) const;
   /// What every dry run of `config` is told of these.
   plan::DryRunOptions dry_options(const Config& config) const;
-  /// The machine of each of many configurations; empty where nothing about it depends on them.
-  std::function<plan::Machine(const Config& config)> machine_of_each() const;
+  /// The machine of each of many configurations, whose stages it settles; empty where nothing about it depends on them.
+  std::function<plan::Machine(Config& config)> machine_of_each() const;
 
   /// Of what looks at growing numbers of ranks.
   int world_or_8() const { return flags_.says_world ? flags_.world : 8; }
 
  private:
+  void settle_stages(Config& config) const;
+
   bool is_for_this_machine() const;
   double room() const;
 

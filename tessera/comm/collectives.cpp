@@ -13,6 +13,7 @@
 #include "tessera/comm/failure.h"
 #include "tessera/comm/leave_in_order.h"
 #include "tessera/comm/tags.h"
+#include "tessera/comm/uncounted_writes.h"
 #include "tessera/comm/waiting.h"
 #include "tessera/core/error.h"
 #include "tessera/core/events.h"
@@ -85,6 +86,7 @@ namespace {
 // While alive on a thread: whoever starts a collective on it waits for it at once, so that an engine may run it there and wakes no thread to make progress
 // behind the caller's back.
 thread_local bool caller_waits = false;
+thread_local bool counts_writes = true;
 
 class Now {
  public:
@@ -164,7 +166,7 @@ Pending start(const Group& group, Call call, std::string_view name = {}, std::fu
   } catch (...) {
     fail(name, group, state->begin);
   }
-  if (caller_waits) std::ranges::for_each(state->call.outputs, count_write);
+  if (caller_waits && counts_writes) std::ranges::for_each(state->call.outputs, count_write);
   // Last: what decorators and the engine take for the call is part of its start, and whoever reads the list finds where that ends (plan/rehearsal.cpp).
   if (EventStream* const listener = EventStream::current()) state->in_flight = say_started(*listener, group, state->call);
   return Pending(std::move(state));
@@ -247,6 +249,9 @@ void check_splits(const char* op, const Group& group, const at::Tensor& tensor, 
 }
 
 }  // namespace
+
+UncountedWrites::UncountedWrites() : before_(std::exchange(counts_writes, false)) {}
+UncountedWrites::~UncountedWrites() { counts_writes = before_; }
 
 Pending::Pending(std::shared_ptr<State> state) : state_(std::move(state)) {}
 

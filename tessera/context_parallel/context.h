@@ -29,17 +29,20 @@ struct Context {
   uint64_t cut_mark = 0;             ///< its hash: what a recomputed call has to find again
   at::Tensor positions{};            ///< of this rank's columns, made when they are first asked for; undefined: nobody has
 
-  /// Of this rank's `document_ids` [B, S_r]: gathered once a pass for cores that are given the same tensor one after the other. What a tensor holds in the next
-  /// pass is not for one rank to judge, for all have to gather or none. A pass that is computed again is given what the first one had. `called_in`: number of
-  /// the pass in which the core was called last; 0: none.
+  /// Of this rank's `document_ids` [B, S_r]: in a pass that set_cut has begun gathered once for cores that are given the same tensor one after the other. What
+  /// a tensor holds in the next pass is not for one rank to judge, for all have to gather or none: from when a core is called again until the next set_cut
+  /// each call gathers. A pass that is computed again is given what the first one had. `called_in`: number of the pass in which the core was called last; 0:
+  /// none. Throws ConfigError where values on the host have changed within such a pass.
   std::shared_ptr<const GatheredDocuments> documents_of(const at::Tensor& document_ids, uint64_t& called_in);
-  /// Of a new cut, or of a core that is called again.
+  /// Of a new cut.
   void begin_pass();
 
  private:
   at::Tensor ids_;  ///< of the last call, held so that no other tensor takes its memory
   uint32_t version_ = 0;
   uint64_t pass_ = 1;
+  bool pass_is_known_ = true;  ///< set_cut has begun it, and no core was called twice
+  uint64_t values_ = 0;        ///< hash of the last call's, where they lie on the host
   std::shared_ptr<const GatheredDocuments> documents_;
 };
 

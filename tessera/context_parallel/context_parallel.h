@@ -55,11 +55,10 @@ class ContextParallel {
 /// Attaches to the attention cores (nn::AttentionCore) of `model` whose path matches `pattern`: what they are given from then on are this rank's columns of
 /// q [B, S_r, H, D] and k, v [B, S_r, K, D], and what they give are the same columns of the whole sequence's attention. Positions are those of set_cut; what
 /// is passed as `positions` is not looked at. `document_ids` [B, S_r] are those of this rank's columns; the ranks' are gathered, 8 bytes a
-/// column, once for all cores that are given the same tensor one after the other: anew after set_cut, and when one of them is called again.
-/// An nn::Dropout of `model`, and what else draws masks there already (nn::DrawsMasks), draws for [B, S_r, D] those of its columns in the whole sequence, where
-/// no SampleScope says positions.
-/// Every rank must make the same calls in the same order, in backward too. Nothing S x S is held but by RingFull; scores are merged by their log-sum-exp, and
-/// gradients of keys and values summed, in fp32.
+/// column, once for all cores that are given the same tensor one after the other in the pass that set_cut begins; from when one of them is called again, in
+/// each call until the next set_cut. An nn::Dropout of `model`, and what else draws masks there already (nn::DrawsMasks), draws for [B, S_r, D] those of its
+/// columns in the whole sequence, where no SampleScope says positions. Every rank must make the same calls in the same order, in backward too. Nothing S x S is
+/// held but by RingFull; scores are merged by their log-sum-exp, and gradients of keys and values summed, in fp32.
 ///
 /// ConfigError: a pattern that matches no module or one that is no attention core; heads that Ulysses cannot deal (naming how many ranks could have some),
 /// at the first call; a call before set_cut, or with other columns than it said.

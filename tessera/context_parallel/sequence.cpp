@@ -6,6 +6,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/context_parallel/context.h"
 #include "tessera/core/error.h"
+#include "tessera/core/hash_tensor.h"
 #include "tessera/core/host_read.h"
 #include "tessera/nn/dry_documents.h"
 #include "tessera/nn/noted.h"
@@ -40,17 +41,24 @@ GatheredDocuments gather(const comm::Group& group, const SequenceCut& cut, const
 
 void Context::begin_pass() {
   ++pass_;
+  pass_is_known_ = true;
   documents_ = nullptr;
 }
 
 std::shared_ptr<const GatheredDocuments> Context::documents_of(const at::Tensor& document_ids, uint64_t& called_in) {
   const auto known = nn::Noted<nn::NotedValue>::next([&]() -> nn::NotedValue {
-    if (called_in == pass_) begin_pass();
+    if (called_in == pass_) pass_is_known_ = false;
     called_in = pass_;
     const uint32_t version = document_ids.is_inference() ? 0 : static_cast<uint32_t>(document_ids._version());
-    const bool same = documents_ != nullptr && ids_.is_alias_of(document_ids) && ids_.storage_offset() == document_ids.storage_offset() &&
+    const uint64_t values = pass_is_known_ && document_ids.is_cpu() ? hash_of_values(document_ids) : 0;
+    const bool same = pass_is_known_ && documents_ != nullptr && ids_.is_alias_of(document_ids) && ids_.storage_offset() == document_ids.storage_offset() &&
                       ids_.sizes() == document_ids.sizes() && version_ == version;
+    require(
+        !same || values == values_,
+        "context_parallel: document_ids were filled anew, and no pass has begun since the ranks gathered them; call set_cut before each pass whose documents "
+        "are other ones");
     if (!same) {
+      values_ = values;
       documents_ = std::make_shared<const GatheredDocuments>(gather(group, *cut, document_ids));
       ids_ = document_ids;
       version_ = version;

@@ -1,10 +1,13 @@
 #include "tessera/kernels/grouped_linear.h"
 
+#include <array>
 #include <functional>
 #include <numeric>
+#include <utility>
 
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -39,29 +42,45 @@ bool is_aligned(const at::Tensor& x) {
   return !x.is_cpu() || reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kLine == 0;
 }
 
-/// A group's rows begin where those before it end, which says nothing of the group: its product is to have the same bits wherever it lies. Rows of whole cache
-/// lines, as most are, always begin with one.
-at::Tensor aligned(const at::Tensor& x) { return is_aligned(x) ? x : x.clone(); }
+/// A group's rows begin where those before it end, which says nothing of the group: its product is to have the same bits wherever it lies, so what begins
+/// within a cache line is copied. Rows of whole lines, as most are, always begin with one. What is widened is copied anyway. There is room for all rows in one
+/// group: a dry run does not know how many a group has, and takes the same.
+class Copies {
+ public:
+  enum Place { Rows, Columns, Weight };
 
-/// What those copies take at most, were all rows of one group, for a dry run, which does not know where rows begin: of `rows`, of a result or second operand
-/// with as many rows and `columns` columns, and of a group's weight or its gradient.
-at::Tensor room_for_copies(const at::Tensor& rows, int64_t columns, const std::optional<Fp8Products>& fp8) {
-  const int64_t width = rows.size(1);
-  const bool whole_lines = width * rows.element_size() % 64 == 0 && columns * rows.element_size() % 64 == 0;
-  if (!rows.is_meta() || !is_on_host(rows) || fp8 || is_widened(rows) || whole_lines) return {};
-  return at::empty({rows.size(0) * (width + columns) + width * columns}, rows.options());
-}
-
-/// out <- a b
-void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
-  at::Tensor to = out;
-  if (is_widened(a)) {
-    to.copy_(at::mm(a.to(at::kFloat), b.to(at::kFloat)));
-  } else if (is_aligned(to)) {
-    at::mm_out(to, aligned(a), aligned(b));
-  } else {
-    to.copy_(at::mm(aligned(a), aligned(b)));
+  /// Of `rows`, of a result or second operand with as many rows and `columns` columns, and of a group's weight or its gradient.
+  Copies(const at::Tensor& rows, int64_t columns, const std::optional<Fp8Products>& fp8) {
+    const bool wide = is_widened(rows);
+    const int64_t width = rows.size(1), line = 64 / (wide ? 4 : rows.element_size());
+    if (!is_on_host(rows) || fp8 || (!wide && width % line == 0 && columns % line == 0)) return;
+    int64_t end = 0;
+    for (const auto& [place, elements] : {std::pair{Rows, rows.size(0) * width}, {Columns, rows.size(0) * columns}, {Weight, width * columns}}) {
+      begin_[place] = end;
+      end += (elements + line - 1) / line * line;
+    }
+    room_ = at::empty({end}, wide ? rows.options().dtype(at::kFloat) : rows.options());
   }
+
+  /// `x` itself or, with other memory, a tensor like it; `filled`: of its values.
+  at::Tensor taken(const at::Tensor& x, Place place, bool filled = true) const {
+    const bool wide = is_widened(x);
+    if (!wide && is_aligned(x)) return x;
+    const bool fits = room_.defined() && x.is_non_overlapping_and_dense();
+    const at::Tensor copy = fits ? room_.as_strided(x.sizes(), x.strides(), begin_[place]) : at::empty_like(x, wide ? at::kFloat : x.scalar_type());
+    return filled ? copy.copy_(x) : copy;
+  }
+
+ private:
+  at::Tensor room_;
+  std::array<int64_t, 3> begin_{};
+};
+
+/// out <- a b, of which `a` has the rows.
+void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const Copies& copies, Copies::Place b_place, Copies::Place out_place) {
+  at::Tensor to = out, result = copies.taken(to, out_place, /*filled=*/false);
+  at::mm_out(result, copies.taken(a, Copies::Rows), copies.taken(b, b_place));
+  if (!result.is_same(to)) to.copy_(result);
 }
 
 /// A group's rows as a device's fp8 products take them: 16 at a time. Zeros add nothing, and change no scale.
@@ -84,10 +103,10 @@ at::Tensor zero_behind(const at::Tensor& rows, int64_t used) {
 at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::vector<int64_t>& sizes, const std::optional<Fp8Products>& fp8) {
   if (!fp8 && multiplies_blocks(x)) return multiply_groups(x, weight, /*transposed=*/true, sizes);
   const at::Tensor out = at::empty({x.size(0), weight.size(1)}, fp8 ? x.options().dtype(fp8->out_dtype) : x.options());
-  const at::Tensor copies = room_for_copies(x, weight.size(1), fp8);
+  const Copies copies(x, weight.size(1), fp8);
   const int64_t used = for_groups(sizes, [&](int64_t group, int64_t first, int64_t rows) {
     const at::Tensor to = out.narrow(0, first, rows), from = x.narrow(0, first, rows), by = weight.select(0, group);
-    fp8 ? multiply(to, from, at::kFloat8_e4m3fn, by, *fp8) : multiply(to, from, by.t());
+    fp8 ? multiply(to, from, at::kFloat8_e4m3fn, by, *fp8) : multiply(to, from, by.t(), copies, Copies::Weight, Copies::Columns);
   });
   return zero_behind(out, used);
 }
@@ -143,10 +162,10 @@ at::Tensor grouped_input_gradient(const at::Tensor& dy, const at::Tensor& weight
                                   at::ScalarType dtype) {
   if (!fp8 && multiplies_blocks(dy)) return multiply_groups(dy, weight, /*transposed=*/false, sizes);
   const at::Tensor dx = at::empty({dy.size(0), weight.size(2)}, fp8 ? dy.options().dtype(dtype) : dy.options());
-  const at::Tensor copies = room_for_copies(dy, weight.size(2), fp8);
+  const Copies copies(dy, weight.size(2), fp8);
   const int64_t used = for_groups(sizes, [&](int64_t group, int64_t first, int64_t rows) {
     const at::Tensor to = dx.narrow(0, first, rows), from = dy.narrow(0, first, rows), by = weight.select(0, group);
-    fp8 ? multiply(to, from, at::kFloat8_e5m2, by.t(), *fp8) : multiply(to, from, by);
+    fp8 ? multiply(to, from, at::kFloat8_e5m2, by.t(), *fp8) : multiply(to, from, by, copies, Copies::Weight, Copies::Columns);
   });
   return zero_behind(dx, used);
 }
@@ -158,10 +177,10 @@ at::Tensor grouped_weight_gradient(const at::Tensor& dy, const at::Tensor& x, co
   for (size_t group = 0; group < sizes.size(); ++group) {
     if (sizes[group] == 0) d_weight.select(0, static_cast<int64_t>(group)).zero_();
   }
-  const at::Tensor copies = room_for_copies(dy, x.size(1), fp8);
+  const Copies copies(dy, x.size(1), fp8);
   for_groups(sizes, [&](int64_t group, int64_t first, int64_t rows) {
     const at::Tensor to = d_weight.select(0, group), left = dy.narrow(0, first, rows), right = x.narrow(0, first, rows);
-    if (!fp8) return multiply(to, left.t(), right);
+    if (!fp8) return multiply(to, left.t(), right, copies, Copies::Columns, Copies::Weight);
     to.copy_(fp8_product(in_tiles(left).t(), at::kFloat8_e5m2, in_tiles(right).t(), at::kFloat8_e4m3fn, fp8->out_dtype, fp8->scaling));
   });
   return d_weight;

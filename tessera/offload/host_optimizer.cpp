@@ -108,6 +108,18 @@ void HostOptimizer::counts_changed() {
   inner_->set_update_counts(update_counts());
 }
 
+/// Masters made for what is unfrozen are wider than what stood for them (precision/master_weights.h), of which the optimizer inside has no state yet.
+void HostOptimizer::take_type(size_t index) {
+  const at::Tensor& parameter = parameters_[index].tensor;
+  Beside& own = beside_[index];
+  if (own.copy.scalar_type() == parameter.scalar_type()) return;
+  const c10::NoGradGuard no_grad;
+  const MemoryScope scope(MemoryCategory::Optimizer);
+  own.copy.set_data(link_.empty(parameter.numel(), parameter.scalar_type()).view(parameter.sizes()));
+  nn::set_slice(own.copy, nn::slice_of(parameter));
+  own.writes = {};
+}
+
 void HostOptimizer::follow(size_t index) const {
   const c10::NoGradGuard no_grad;
   const at::Tensor& parameter = parameters_[index].tensor;
@@ -153,6 +165,7 @@ void HostOptimizer::prepare(const std::vector<Batch>& batches) {
     }
   }
   for (const Batch& batch : batches) {
+    for (const size_t index : batch.indices) take_type(index);
     for (const size_t index : batch.indices) follow(index);
   }
   if (!inner_->needs_begin()) return;

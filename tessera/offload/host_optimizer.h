@@ -70,6 +70,7 @@ class HostOptimizer final : public optim::Optimizer {
   void update(const Batch& batch) override;
   void counts_changed() override;
   void end_loading();
+  void take_type(size_t index);
   void follow(size_t index) const;
   void refuse_written(size_t index) const;
   void mark(size_t index);

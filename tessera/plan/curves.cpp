@@ -182,7 +182,7 @@ Curves::Panel run_panel(const Config& config, const Asked& asked, const std::str
     for (const int64_t x : asked.at) {
       if (options.progress) options.progress(fmt::format("{}, {} {}", way.name, x, asked.x));
       try {
-        const Config at = with_settings(config, way.sets(x));
+        Config at = with_settings(config, way.sets(x));
         validate(at, asked.ranks(x), Purpose::Plan);
         if (name == "batch" && has_idle_ranks(at, asked.ranks(x))) continue;
         if (dry.machine && options.driven) dry.machine = options.driven(at);

@@ -42,10 +42,10 @@ struct Curves {
 std::vector<std::string> curve_names();
 
 struct CurveOptions {
-  int world = 8;                                          ///< the last point over ranks, and the ranks of what goes over something else
-  std::optional<Machine> machine{};                       ///< needed by latency and batch
-  std::optional<DeviceAllocator> allocator{};             ///< memory: what it reserves, in place of the tensors alive
-  std::function<Machine(const Config& layout)> driven{};  ///< as SearchOptions has it
+  int world = 8;                                    ///< the last point over ranks, and the ranks of what goes over something else
+  std::optional<Machine> machine{};                 ///< needed by latency and batch
+  std::optional<DeviceAllocator> allocator{};       ///< memory: what it reserves, in place of the tensors alive
+  std::function<Machine(Config& layout)> driven{};  ///< as SearchOptions has it
   std::function<void(const std::string& text)> progress{};
 };
 

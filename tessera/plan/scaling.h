@@ -36,11 +36,11 @@ struct Scaling {
 constexpr double kHelps = 0.75;
 
 struct ScalingOptions {
-  int world = 8;                                          ///< the last point; the others are halves of it, down to 1
-  size_t runs = 16;                                       ///< dry runs of each search, so that the answer does not depend on this machine's speed
-  int64_t fewest_columns = 512;                           ///< of a sequence, that a rank keeps
-  bool allocator = false;                                 ///< as SearchOptions has it
-  std::function<Machine(const Config& layout)> driven{};  ///< the same
+  int world = 8;                                    ///< the last point; the others are halves of it, down to 1
+  size_t runs = 16;                                 ///< dry runs of each search, so that the answer does not depend on this machine's speed
+  int64_t fewest_columns = 512;                     ///< of a sequence, that a rank keeps
+  bool allocator = false;                           ///< as SearchOptions has it
+  std::function<Machine(Config& layout)> driven{};  ///< the same
   std::function<void(const std::string& text)> progress{};
 };
 

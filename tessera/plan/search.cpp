@@ -127,13 +127,13 @@ class Search {
     if (refused_.contains(choice)) return nullptr;
     if (options_.progress) options_.progress(fmt::format("layout {} of at most {}: {}", tried_.size() + 1, found_.possible, to_string(choice, world_)));
     try {
-      const Config changed = with_settings(config_, settings_of(choice, world_));
+      Config changed = with_settings(config_, settings_of(choice, world_));
       validate(changed, world_, Purpose::Plan);
+      const auto machine = options_.driven ? options_.driven(changed) : machine_;
       check_pipeline(changed, mesh_shape(changed.mesh, changed.zero.stage, world_));
       const auto patient = [this](const DryRunProgress&) {
         if (Clock::now() > until_) throw OutOfPatience();
       };
-      const auto machine = options_.driven ? options_.driven(changed) : machine_;
       DryRunOptions dry{.machine = machine, .alike_stages = true, .progress = patient};
       if (options_.allocator) dry.allocator = DeviceAllocator{.within = found_.limit};
       const DryRun run = dry_run(changed, world_, dry);

@@ -59,7 +59,7 @@ struct SearchOptions {
   std::function<bool(const LayoutChoice& choice)> admits{};  ///< which layouts are looked at; empty: all
   int64_t fewest_columns = kFewestColumns;                   ///< of a sequence, that a rank keeps
   std::optional<int64_t> micro_size{};                       ///< batch.micro_size of the run as it was; where another is chosen, what depends on it is said
-  std::function<Machine(const Config& layout)> driven{};     ///< the machine as each layout drives it; empty: `machine` is
+  std::function<Machine(Config& layout)> driven{};           ///< the machine as each layout drives it, which may settle its stages; empty: `machine` is
   bool allocator = false;                                    ///< what an accelerator's allocator reserves has to fit (DryRunOptions::allocator)
   bool on_the_host = true;                                   ///< where nothing fits else, optimizers there are tried, and larger worlds
   std::function<void(const std::string&)> progress{};

@@ -142,7 +142,9 @@ void MasterWeights::prepare(const std::vector<Batch>& batches) {
 void MasterWeights::begin_inner(const std::vector<Batch>& batches) {
   std::vector<nn::WriteMark> idle(masters_.size());
   for (size_t i = 0; i < masters_.size(); ++i) {
-    if (is_master(masters_[i].tensor) && !parameters_[i].tensor.grad().defined()) idle[i] = nn::WriteMark(masters_[i].tensor);
+    if (!is_master(masters_[i].tensor) || parameters_[i].tensor.grad().defined()) continue;
+    follow(masters_[i].tensor, parameters_[i].tensor);  // what was written since is seen before an update is shown
+    idle[i] = nn::WriteMark(masters_[i].tensor);
   }
   for (const Batch& batch : batches) {
     for (size_t i = 0; i < batch.indices.size(); ++i) masters_[batch.indices[i]].tensor.mutable_grad() = batch.gradients[i];

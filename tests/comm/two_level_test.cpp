@@ -133,6 +133,22 @@ TEST_P(TwoLevel, AllReduceOfEveryOpAndLength) {
   });
 }
 
+/// As on one host (Collectives.CountAsWritesWhereTheCallerWaits), whatever collectives it is made of.
+TEST_P(TwoLevel, CountsWritesWhereTheCallerWaits) {
+  run([n = size()](World& world) {
+    const auto group = world.group();
+    const at::Tensor out = at::zeros({n});
+    const auto counts = [](const at::Tensor& tensor, const std::function<void()>& call) {
+      const int64_t before = tensor._version();
+      call();
+      return tensor._version() - before;
+    };
+    EXPECT_EQ(counts(out, [&] { all_reduce_async(group, out).wait(); }), 0);
+    EXPECT_EQ(counts(out, [&] { broadcast_async(group, out, 0).wait(); }), 0);
+    EXPECT_EQ(counts(out, [&] { all_reduce(group, out); }), 1);
+  });
+}
+
 TEST_P(TwoLevel, EveryRankGetsTheSameBits) {
   const int n = size();
   std::vector<at::Tensor> sums(n);

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "support.h"
@@ -52,15 +53,18 @@ TEST(PackedDocumentIds, AreGatheredOnceForAllCoresOfAPass) {
     model(x, ids);
     EXPECT_EQ(counted.gathers(), 1);
     model(x, ids);
-    EXPECT_EQ(counted.gathers(), 1) << "of another pass, whatever the tensor holds by now";
+    EXPECT_EQ(counted.gathers(), 2) << "of another pass, whatever the tensor holds by now, and nobody says where it ends";
+    context->set_cut(SequenceCut::head_tail(12, 2));
     model->first(x, x, x, std::nullopt, ids);
     EXPECT_EQ(counted.gathers(), 1);
     model->second(x, x, x, std::nullopt, ids.detach());
     EXPECT_EQ(counted.gathers(), 0);
+    context->set_cut(SequenceCut::head_tail(12, 2));
     model->first(x, x, x, std::nullopt, ids);
     ids.select(1, 5).fill_(1);
     model->second(x, x, x, std::nullopt, ids);
     EXPECT_EQ(counted.gathers(), 2) << "written since";
+    context->set_cut(SequenceCut::head_tail(12, 2));
     model->first(x, x, x, std::nullopt, ids);
     context->set_cut(SequenceCut::contiguous(12, 2));
     model->second(x, x, x, std::nullopt, ids);
@@ -115,6 +119,22 @@ TEST(PackedDocumentIds, AreThoseThatATensorHoldsInEachStep) {
       }
     });
   }
+}
+
+/// Of two towers that run in turns nothing tells that a pass has ended.
+TEST(PackedDocumentIds, ThatAreFilledAnewWithinAPassAreRefused) {
+  comm::run_ranks(2, [](comm::World& world) {
+    TwoCores model;
+    const auto context = context_parallel(model, world.group(), {}, "*");
+    const at::Tensor x = at::ones({1, 6, 2, 4}).to(test_device()), ids = at::zeros({1, 6}, at::kLong);
+    context->set_cut(SequenceCut::head_tail(12, 2));
+    model->first(x, x, x, std::nullopt, ids);
+    ids.data().fill_(1);
+    EXPECT_THAT([&] { model->second(x, x, x, std::nullopt, ids); },
+                ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("call set_cut before each pass")));
+    context->set_cut(SequenceCut::head_tail(12, 2));
+    EXPECT_NO_THROW(model->second(x, x, x, std::nullopt, ids));
+  });
 }
 
 TEST(PackedDocumentIds, AreNotGatheredAgainByARecomputation) {

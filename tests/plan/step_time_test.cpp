@@ -8,6 +8,8 @@
 #include <gmock/gmock.h>
 
 #include "tessera/core/error.h"
+#include "tessera/kernels/products.h"
+#include "tessera/memory/on_host.h"
 #include "tessera/pipeline/schedules/generators.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/operator_time.h"
@@ -330,6 +332,8 @@ TEST_F(StepSeconds, TheSlowestStageAndTheSlowestClassDecide) {
 }
 
 TEST_F(StepSeconds, OfTheVeryStep) {
+  const MetaAsAccelerator device;
+  const kernels::Bf16ProductsGuard multiplies(/*native=*/true);  // whatever this machine's processor has
   Machine machine = machine_of(find_device("h100"));
   machine.device.launch = machine.device.collective_launch = machine.device.kernel_gap = 0;
   const auto timed = [&](int world, std::vector<std::string> sets) {

@@ -211,6 +211,52 @@ TEST_P(MasterWeightsAround, AWeightIsItsMasterRounded) {
   EXPECT_EQ(kept, shapes.size());
 }
 
+/// A weight that is frozen at first has itself for a master, and in its place a copy in 16 bits.
+TEST(MasterWeights, OfWhatIsUnfrozenLaterTrainInsideOfAHostOptimizerToo) {
+  const auto trained = [](const std::optional<bool>& delayed) {
+    auto weights = make_parameters({{8}, {8}}, at::kBFloat16);
+    for (const auto& weight : weights) at::Tensor(weight.tensor).data().fill_(1);
+    weights[1].tensor.set_requires_grad(false);
+    MasterWeights masters(weights, [&](const std::vector<nn::NamedParameter>& given) -> std::unique_ptr<optim::Optimizer> {
+      const auto inside = [](const std::vector<nn::NamedParameter>& some) { return optim::make_optimizer(config_of("adamw"), some); };
+      if (!delayed) return inside(given);
+      return std::make_unique<HostOptimizer>(given, given.front().tensor.device(), inside, /*piece_bytes=*/200, *delayed);
+    });
+    for (int step = 0; step < 100; ++step) {
+      if (step == 1) weights[1].tensor.set_requires_grad(true);
+      for (const auto& weight : weights) {
+        if (weight.tensor.requires_grad()) at::Tensor(weight.tensor).mutable_grad() = at::ones_like(weight.tensor);
+      }
+      masters.step(1e-4);
+    }
+    return std::vector{weights[0].tensor.detach(), weights[1].tensor.detach()};
+  };
+  const auto plain = trained({}), host = trained(false), delayed = trained(true);
+  EXPECT_LT(plain[1].max().item<double>(), 1);
+  for (size_t i = 0; i < plain.size(); ++i) {
+    EXPECT_TRUE(at::equal(host[i], plain[i])) << i;
+    EXPECT_LT(delayed[i].max().item<double>(), 1) << i;
+  }
+}
+
+TEST(MasterWeights, RefuseWhatIsWrittenWhileADelayedUpdateIsUnderWay) {
+  for (const bool sits_out : {false, true}) {
+    const auto weights = make_parameters({{8}, {8}}, at::kBFloat16);
+    MasterWeights masters(weights, [](const std::vector<nn::NamedParameter>& given) {
+      const auto inside = [](const std::vector<nn::NamedParameter>& some) { return optim::make_optimizer(config_of("adamw"), some); };
+      return std::make_unique<HostOptimizer>(given, given.front().tensor.device(), inside, /*piece_bytes=*/200, /*delayed=*/true);
+    });
+    for (int step = 0; step < 2; ++step) {
+      set_gradients(weights, step, at::kBFloat16);
+      masters.step(1e-2);
+    }
+    at::Tensor(weights[0].tensor).data().fill_(5);
+    set_gradients(weights, 2, at::kBFloat16);
+    if (sits_out) at::Tensor(weights[0].tensor).mutable_grad() = at::Tensor();
+    EXPECT_THAT([&] { masters.step(1e-2); }, ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("was written since the last step"))) << sits_out;
+  }
+}
+
 /// The update, clipping, and the weight in one pass: the bits of a pass for each, and no memory beside it.
 TEST(MasterWeights, UpdateInOnePassOnTheHost) {
   if (!testing_support::test_device().is_cpu()) GTEST_SKIP() << "devices round in a pass of its own";

@@ -3,6 +3,7 @@
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/testing.h"
 #include "tessera/kernels/consecutive.h"
+#include "tessera/kernels/products.h"
 #include "tessera/models/parallel_plans.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/attention.h"
@@ -117,6 +118,7 @@ std::vector<Layer> shapes(const Layer& base) {
 
 /// `formula`: bytes of a layer on all ranks together. 1%: two statistics a row and norm, and the places of a dropout mask's rows.
 void expect_bytes(const std::vector<Layer>& layers, const std::function<double(const Layer&)>& formula) {
+  const kernels::Bf16ProductsGuard multiplies(/*native=*/true);  // a processor without them keeps scores in fp32
   for (const Layer& layer : layers) {
     const double expected = formula(layer);
     EXPECT_NEAR(bytes_per_layer(layer), expected, 0.01 * expected) << layer.name();

@@ -7,6 +7,7 @@
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/engine.h"
 #include "tessera/comm/tags.h"
+#include "tessera/comm/uncounted_writes.h"
 #include "tessera/core/error.h"
 
 // The levels are groups like any others, so each collective is a few calls of collectives, one after the other. They block, which is why they run on a thread
@@ -92,6 +93,7 @@ class TwoLevelEngine : public Engine {
   }
 
   void carry_out(const Call& call) const {
+    const UncountedWrites caller_counts;
     switch (call.op) {
       case Operation::AllReduce:
         return all_reduce(call.outputs[0], *call.reduction);
