@@ -69,7 +69,7 @@ TEST(VocabularyParts, AddUpToTheWholeVocabulary) {
   labels[5] = kIgnoredLabel;
   for (const auto compute : {at::kFloat, at::kBFloat16}) {
     const double bound = compute == at::kFloat ? 1e-5 : 2e-2;
-    const auto product = is_widened(compute, at::kCPU) ? at::kFloat : compute;  // what a processor without products of 16 bits has of them
+    const auto product = is_widened(compute, hidden.device()) ? at::kFloat : compute;  // what a processor without products of 16 bits has of them
     const at::Tensor logits = hidden.to(compute).to(product).mm(weight.to(compute).to(product).t()).to(at::kFloat);
     for (const CrossEntropyOptions& loss : {CrossEntropyOptions{}, CrossEntropyOptions{.label_smoothing = 0.2, .z_loss = 0.01}}) {
       for (const int64_t chunk : {0, 1, 10}) {
