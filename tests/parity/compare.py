@@ -86,7 +86,8 @@ def weights(what: str, ours: dict, theirs: dict) -> Comparison:
     return tensors(what, ours, theirs, WEIGHT_RTOL)
 
 
-def adam_first_weights(ours: dict, theirs: dict, gradient: dict) -> Comparison:
-    """Weights after Adam's first update, which is about lr * sign(gradient): where the gradient is noise so is its sign, and the entry says nothing."""
-    clear = {name: (g == 0) | (g.abs() >= CLEAR_GRADIENT * g.abs().max()) for name, g in gradient.items()}
-    return tensors("weights after step 1", ours, theirs, WEIGHT_RTOL, clear)
+def adam_first_weights(ours, theirs: dict, gradient: dict) -> Comparison:
+    """Weights of a run (`ours`) after Adam's first update, which is about lr * sign(gradient): where the gradient is noise so is its sign, and the entry says
+    nothing. Zero is no noise where both sides have it: a row that no token meets; of a key's bias, whose gradient is noise, one side may."""
+    clear = {name: ((g == 0) & (ours.gradients[name] == 0)) | (g.abs() >= CLEAR_GRADIENT * g.abs().max()) & (g != 0) for name, g in gradient.items()}
+    return tensors("weights after step 1", ours.weights, theirs, WEIGHT_RTOL, clear)

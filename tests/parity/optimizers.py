@@ -107,7 +107,7 @@ def checks(command, text) -> Iterator[tuple[str, Comparison]]:
         with as_precise_as_here():
             theirs = reference.train(models.load(folder), windows, plan, make=make)
         ours = command.train(folder, text, plan, dump_step=1)
-        yield name, compare.adam_first_weights(ours.weights, theirs.weights[0], theirs.gradients)
+        yield name, compare.adam_first_weights(ours, theirs.weights[0], theirs.gradients)
         yield name, compare.losses(ours.losses, theirs.losses)
         with as_precise_as_here():
             other = reference.train(models.load(folder), windows, replace(plan, weight_decay=2 * plan.weight_decay), make=make)

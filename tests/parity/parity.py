@@ -60,7 +60,7 @@ class Family:
             yield name, compare.losses(ours.losses, theirs.losses)
             yield name, compare.grad_norms(ours.grad_norms, theirs.grad_norms)
         yield "sgd", compare.weights(f"weights after step {SGD.steps}", sgd.weights, their_sgd.weights[-1])
-        yield "adamw", compare.adam_first_weights(adamw.weights, their_adamw.weights[0], their_adamw.gradients)
+        yield "adamw", compare.adam_first_weights(adamw, their_adamw.weights[0], their_adamw.gradients)
         yield "tensorboard", compare.series("losses as TensorBoard reads them", tensorboard_series(sgd.log_dir, "train/loss"), sgd.losses, compare.FP32_RTOL)
         for ranks in (2, 3):
             many = self.command.train(self.folder, self.text, SGD, dump_step=1, ranks=ranks)
