@@ -303,10 +303,10 @@ by the one rate that suits the table best. Errors are relative to what was measu
 [planning.md](planning.md#how-exact).
 
 What "cold" owes to these tables, and to none of their rows alone: the launch cost of an operator under eager PyTorch (30 to 40 us, from the runs of the two
-sweeps that the host decides), what Nanotron's collectives cost its host (140 us, and with stages 300 us a rank: a floor of some 4 + 2.85 tp ms a layer and
-micro-batch that is the same for models of 1 to 80 billion parameters), 6% that each further host takes of that cluster's network, and the 75% that products
+sweeps that the host decides), what Nanotron's collectives cost its host (110 us, and with stages
+210 us a rank, a floor that is the same for models of 1 to 80 billion parameters), what it holds of gradients beside their sums (2 bytes a parameter), 6% that each further host takes of that cluster's network, and the 75% that products
 reach on an H100, where the best shape reaches 80%. `reserve`, of memory, is what the sweep's median reserves over what the allocator's
-rules say (1.03). Rows of the two sweeps were looked at while these
+rules say (1.02). Rows of the two sweeps were looked at while these
 numbers were chosen (three to five tries each). **Held out**, below, is half of all rows, by the hash of what was run, set apart after that: that the halves
 score alike says that nothing was fitted to single rows, and no more; what is tuned from now on looks at the other half alone. Megatron-LM's
 file was written without a look at its tables, and so was torchtitan's. Since their first scores three things changed, none of them a fitted number: torchtitan's
