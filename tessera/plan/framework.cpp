@@ -12,7 +12,6 @@
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
-#include "tessera/mesh/mesh.h"
 #include "tessera/plan/hardware_files.h"
 #include "tessera/plan/toml_table.h"
 

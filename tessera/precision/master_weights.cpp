@@ -11,6 +11,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/parallel.h"
+#include "tessera/kernels/pieces.h"
 #include "tessera/memory/memory.h"
 #include "tessera/memory/on_host.h"
 #include "tessera/nn/late_updates.h"
@@ -101,14 +102,14 @@ bool follow(float* master, const Weight* weight, int64_t count) {
 /// The same by operators, a piece at a time: they want five bytes an element for themselves, and 30 of traffic.
 void follow_by_operators(const at::Tensor& master, const at::Tensor& weight) {
   constexpr int64_t kPiece = int64_t{1} << 25;
-  const bool in_pieces = master.is_contiguous() && weight.is_contiguous();
-  const at::Tensor masters = in_pieces ? master.view(-1) : master, weights = in_pieces ? weight.view(-1) : weight;
-  for (int64_t begin = 0; begin < master.numel(); begin += in_pieces ? kPiece : master.numel()) {
-    const auto piece_of = [&](const at::Tensor& all) { return in_pieces ? all.narrow(0, begin, std::min(kPiece, all.numel() - begin)) : all; };
-    at::Tensor piece = piece_of(masters);
-    const at::Tensor values = piece_of(weights), written = piece.to(weight.scalar_type()).ne(values);
+  const auto follow_piece = [](at::Tensor piece, const at::Tensor& values) {
+    const at::Tensor written = piece.to(values.scalar_type()).ne(values);
     at::where_out(piece, written, values.to(at::kFloat), piece);
-  }
+  };
+  if (!master.is_contiguous() || !weight.is_contiguous()) return follow_piece(master, weight);
+  const at::Tensor masters = master.view(-1), weights = weight.view(-1);
+  kernels::in_pieces(master.numel(), kPiece, /*on_meta=*/false,
+                     [&](int64_t begin, int64_t count) { follow_piece(masters.narrow(0, begin, count), weights.narrow(0, begin, count)); });
 }
 
 void follow(const at::Tensor& master, const at::Tensor& weight) {
