@@ -4,12 +4,13 @@
 #include <bit>
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <utility>
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bucketize.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
@@ -85,17 +86,21 @@ struct Constants {
   float beta1, rest1, beta2, rest2, eps, kept, step_size, root;
 };
 
-/// Calls visit(first, last, block): elements [first, last) of the local memory lie in the block whose scale is number `block`.
+/// A block that elements lie in: its number in the logical tensor, and its scale's among those that are held here.
+struct Block {
+  int64_t whole, held;
+};
+
+/// Calls visit(first, last, block): elements [first, last) of the local memory lie in that block.
 template <class Visit>
 void for_each_block(const std::vector<QuantizedRun>& runs, const Visit& visit) {
-  for (const auto& [elements, first_scale] : runs) {
-    const auto index = static_cast<int64_t>(elements.first_index);
-    const int64_t first_block = index / kAdam8bitBlock, end = index + elements.count;
-    const int64_t blocks = (end + kAdam8bitBlock - 1) / kAdam8bitBlock - first_block;
-    parallel_for(0, blocks, 32, [&, offset = elements.offset, scale = first_scale](int64_t from, int64_t to) {
-      for (int64_t block = from; block < to; ++block) {
-        const int64_t begin = std::max(index, (first_block + block) * kAdam8bitBlock), last = std::min(end, (first_block + block + 1) * kAdam8bitBlock);
-        visit(offset + begin - index, offset + last - index, scale + block);
+  for (const QuantizedRun& run : runs) {
+    const auto index = static_cast<int64_t>(run.elements.first_index);
+    parallel_for(0, run.blocks(), 32, [&, end = index + run.elements.count](int64_t from, int64_t to) {
+      for (int64_t b = from; b < to; ++b) {
+        const Block block{run.first_block() + b, run.first_scale + b};
+        const int64_t begin = std::max(index, block.whole * kAdam8bitBlock), last = std::min(end, (block.whole + 1) * kAdam8bitBlock);
+        visit(run.elements.offset + begin - index, run.elements.offset + last - index, block);
       }
     });
   }
@@ -112,11 +117,9 @@ struct Averages {
         v_numbers_(quantizer(false).numbers.data()),
         constants_(constants) {}
 
-  float average(int64_t i, int64_t block, float gradient) const {
-    return constants_.beta1 * (m_numbers_[m_[i]] * m_scale_[block]) + constants_.rest1 * gradient;
-  }
-  float square(int64_t i, int64_t block, float gradient) const {
-    return constants_.beta2 * (v_numbers_[v_[i]] * v_scale_[block]) + constants_.rest2 * (gradient * gradient);
+  float average(int64_t i, int64_t held, float gradient) const { return constants_.beta1 * (m_numbers_[m_[i]] * m_scale_[held]) + constants_.rest1 * gradient; }
+  float square(int64_t i, int64_t held, float gradient) const {
+    return constants_.beta2 * (v_numbers_[v_[i]] * v_scale_[held]) + constants_.rest2 * (gradient * gradient);
   }
 
  private:
@@ -130,29 +133,55 @@ void check(const at::Tensor& gradient, const Adam8bitState& state) {
   invariant(state.exp_avg.scalar_type() == at::kByte && state.exp_avg_sq.scalar_type() == at::kByte, "adam8bit: averages must be kept in 8 bits");
 }
 
-/// Of each element of the runs, one after another: its place in the local memory, and its block's scale.
-struct ElementPlaces {
-  at::Tensor element, block;
+/// What operators take for all runs at once, which may be thousands: the rows of a weight that is cut by columns.
+class RunTable {
+ public:
+  /// `counts`: how many numbers each run stands for, its elements or its blocks.
+  RunTable(std::vector<int64_t> counts, at::Device device)
+      : counts_(std::move(counts)), all_(std::reduce(counts_.begin(), counts_.end())), options_(at::TensorOptions(device).dtype(at::kLong)) {}
+
+  /// Of each run the number given, as often as it counts: int64 [all].
+  at::Tensor repeated(const std::vector<int64_t>& numbers) const {
+    if (options_.device().is_meta()) return at::empty({all_}, options_);
+    const auto there = [&](const std::vector<int64_t>& of_runs) { return at::tensor(of_runs, at::kLong).to(options_.device()); };
+    return at::repeat_interleave(there(numbers), there(counts_), /*dim=*/0, all_);
+  }
+  /// first, first + 1 and so on of each run: int64 [all].
+  at::Tensor counted_from(std::vector<int64_t> first) const {
+    int64_t before = 0;
+    for (size_t r = 0; r < first.size(); ++r) {
+      first[r] -= before;
+      before += counts_[r];
+    }
+    at::Tensor numbers = repeated(first);
+    return numbers.is_meta() ? numbers : numbers.add_(at::arange(all_, options_));
+  }
+
+ private:
+  std::vector<int64_t> counts_;
+  int64_t all_;
+  at::TensorOptions options_;
 };
 
-int64_t elements_of(const std::vector<QuantizedRun>& runs) {
-  int64_t elements = 0;
-  for (const auto& run : runs) elements += run.elements.count;
-  return elements;
+template <class Of>
+std::vector<int64_t> of_each(const std::vector<QuantizedRun>& runs, const Of& of) {
+  std::vector<int64_t> numbers;
+  for (const QuantizedRun& run : runs) numbers.push_back(of(run));
+  return numbers;
 }
 
-ElementPlaces places_of(const std::vector<QuantizedRun>& runs, at::Device device) {
-  const auto options = at::TensorOptions(device).dtype(at::kLong);
-  if (device.is_meta()) return {at::empty({elements_of(runs)}, options), at::empty({elements_of(runs)}, options)};  // runs may be thousands
-  std::vector<at::Tensor> elements{at::empty({0}, options)}, blocks{at::empty({0}, options)};
-  for (const auto& [run, first_scale] : runs) {
-    const auto index = static_cast<int64_t>(run.first_index);
-    elements.push_back(at::arange(run.offset, run.offset + run.count, options));
-    const at::Tensor block = at::arange(index, index + run.count, options).floor_divide_(kAdam8bitBlock);
-    blocks.push_back(block.add_(first_scale - index / kAdam8bitBlock));
+/// Of each element of the runs, one after another: its place in the local memory, and its block's among the scales held here and among the logical tensor's.
+struct ElementPlaces {
+  ElementPlaces(const std::vector<QuantizedRun>& runs, at::Device device) {
+    const RunTable table(of_each(runs, [](const QuantizedRun& run) { return run.elements.count; }), device);
+    element = table.counted_from(of_each(runs, [](const QuantizedRun& run) { return run.elements.offset; }));
+    whole = table.counted_from(of_each(runs, [](const QuantizedRun& run) { return static_cast<int64_t>(run.elements.first_index); }));
+    whole.div_(kAdam8bitBlock, "floor");  // floor_divide_ has no meta kernel
+    held = table.repeated(of_each(runs, [](const QuantizedRun& run) { return run.first_scale - run.first_block(); })).add_(whole);
   }
-  return {at::cat(elements), at::cat(blocks)};
-}
+
+  at::Tensor element, whole, held;
+};
 
 /// Calls visit(piece) with runs of as many elements as operators may take memory for: 54 bytes each, 226 MB. Of a dry run (`on_meta`) the first stands for all.
 template <class Visit>
@@ -192,7 +221,7 @@ Table midpoints_on(at::Device device) { return {quantizer(true).midpoints, quant
 
 at::Tensor decoded(const at::Tensor& codes, const at::Tensor& scales, const ElementPlaces& places, const at::Tensor& numbers) {
   const at::Tensor code = codes.view({-1}).index_select(0, places.element).to(at::kLong);
-  return numbers.index_select(0, code).mul_(scales.index_select(0, places.block));
+  return numbers.index_select(0, code).mul_(scales.index_select(0, places.held));
 }
 
 /// New averages by operators of libtorch, fp32 [elements of the runs].
@@ -204,12 +233,27 @@ std::array<at::Tensor, 2> new_averages(const at::Tensor& gradient, const Adam8bi
 }
 
 at::Tensor encoded(const at::Tensor& values, const at::Tensor& scales, const ElementPlaces& places, const Table& midpoints, bool is_signed) {
-  const at::Tensor scale = scales.index_select(0, places.block);
+  const at::Tensor scale = scales.index_select(0, places.whole);
   const at::Tensor x = at::where(scale.gt(0), values.div(scale), at::zeros_like(values));
   at::Tensor code = x.is_meta() ? at::empty(x.sizes(), x.options().dtype(at::kLong))  // for which libtorch has no kernel
                                 : at::bucketize(x, is_signed ? midpoints.with_sign : midpoints.without);
   if (is_signed) code = code.sub_(values.lt(0).bitwise_and_(code.eq(quantizer(true).encode(0))).to(code.scalar_type()));
   return code.to(at::kByte);
+}
+
+/// held[of this rank's blocks] <- whole[of the logical tensor's].
+void keep_scales(const std::vector<QuantizedRun>& runs, const at::Tensor& whole, const at::Tensor& held) {
+  if (held.numel() == whole.numel()) {
+    at::Tensor(held).copy_(whole);
+  } else if (held.is_cpu()) {
+    const float* const from = whole.const_data_ptr<float>();
+    float* const to = held.data_ptr<float>();
+    for (const QuantizedRun& run : runs) std::copy_n(from + run.first_block(), run.blocks(), to + run.first_scale);
+  } else {
+    const RunTable table(of_each(runs, [](const QuantizedRun& run) { return run.blocks(); }), held.device());
+    const at::Tensor from = table.counted_from(of_each(runs, [](const QuantizedRun& run) { return run.first_block(); }));
+    at::Tensor(held).index_copy_(0, table.counted_from(of_each(runs, [](const QuantizedRun& run) { return run.first_scale; })), whole.index_select(0, from));
+  }
 }
 
 }  // namespace
@@ -223,10 +267,10 @@ void adam8bit_scales(const at::Tensor& gradient, const Adam8bitState& state, con
   if (!gradient.is_cpu()) {
     const Table numbers = numbers_on(gradient.device());
     for_each_piece(runs, gradient.is_meta(), [&](const std::vector<QuantizedRun>& piece) {
-      const ElementPlaces places = places_of(piece, gradient.device());
+      const ElementPlaces places(piece, gradient.device());
       const auto [average, square] = new_averages(gradient, state, places, numbers, step);
-      at::Tensor(exp_avg_scale).scatter_reduce_(0, places.block, average.abs(), "amax");
-      at::Tensor(exp_avg_sq_scale).scatter_reduce_(0, places.block, square, "amax");
+      at::Tensor(exp_avg_scale).scatter_reduce_(0, places.whole, average.abs(), "amax");
+      at::Tensor(exp_avg_sq_scale).scatter_reduce_(0, places.whole, square, "amax");
     });
     return;
   }
@@ -234,14 +278,14 @@ void adam8bit_scales(const at::Tensor& gradient, const Adam8bitState& state, con
   const Averages averages(state, constants);
   const float* const g = gradient.const_data_ptr<float>();
   float *const m_scale = exp_avg_scale.data_ptr<float>(), *const v_scale = exp_avg_sq_scale.data_ptr<float>();
-  for_each_block(runs, [&](int64_t first, int64_t last, int64_t block) {
-    float largest = m_scale[block], largest_square = v_scale[block];
+  for_each_block(runs, [&](int64_t first, int64_t last, Block block) {
+    float largest = m_scale[block.whole], largest_square = v_scale[block.whole];
     for (int64_t i = first; i < last; ++i) {
-      largest = std::max(largest, std::abs(averages.average(i, block, g[i])));
-      largest_square = std::max(largest_square, averages.square(i, block, g[i]));
+      largest = std::max(largest, std::abs(averages.average(i, block.held, g[i])));
+      largest_square = std::max(largest_square, averages.square(i, block.held, g[i]));
     }
-    m_scale[block] = largest;
-    v_scale[block] = largest_square;
+    m_scale[block.whole] = largest;
+    v_scale[block.whole] = largest_square;
   });
 }
 
@@ -259,21 +303,23 @@ void adam8bit_update_(const at::Tensor& parameter, const at::Tensor& gradient, c
     const float* const g = gradient.const_data_ptr<float>();
     uint8_t *const m = state.exp_avg.data_ptr<uint8_t>(), *const v = state.exp_avg_sq.data_ptr<uint8_t>();
     const float *const m_scale = exp_avg_scale.const_data_ptr<float>(), *const v_scale = exp_avg_sq_scale.const_data_ptr<float>();
-    for_each_block(runs, [&](int64_t first, int64_t last, int64_t block) {
+    for_each_block(runs, [&](int64_t first, int64_t last, Block block) {
+      const float largest = m_scale[block.whole], largest_square = v_scale[block.whole];
       for (int64_t i = first; i < last; ++i) {
-        const float average = averages.average(i, block, g[i]), square = averages.square(i, block, g[i]);
+        const float average = averages.average(i, block.held, g[i]), square = averages.square(i, block.held, g[i]);
         p[i] = c.kept * p[i] - c.step_size * average / (std::sqrt(square) / c.root + c.eps);
-        uint8_t code = m_scale[block] > 0 ? with_sign.encode(average / m_scale[block]) : zero;
+        uint8_t code = largest > 0 ? with_sign.encode(average / largest) : zero;
         if (average < 0 && code == zero) --code;  // an average near 0 that lost its sign would be as often wrong as right
         m[i] = code;
-        v[i] = v_scale[block] > 0 ? without.encode(square / v_scale[block]) : 0;
+        v[i] = largest_square > 0 ? without.encode(square / largest_square) : 0;
       }
     });
   } else {
     const Table numbers = numbers_on(parameter.device()), midpoints = midpoints_on(parameter.device());
     for_each_piece(runs, parameter.is_meta(), [&](const std::vector<QuantizedRun>& piece) {
-      const ElementPlaces places = places_of(piece, parameter.device());
+      ElementPlaces places(piece, parameter.device());
       const auto [average, square] = new_averages(gradient, state, places, numbers, step);
+      places.held.reset();
       const at::Tensor updated = parameter.view({-1}).index_select(0, places.element).mul_(1 - step.lr * step.weight_decay);
       updated.addcdiv_(average, square.sqrt().div_(c.root).add_(step.eps), -c.step_size);
       at::Tensor(parameter.view({-1})).index_copy_(0, places.element, updated);
@@ -281,8 +327,8 @@ void adam8bit_update_(const at::Tensor& parameter, const at::Tensor& gradient, c
       at::Tensor(state.exp_avg_sq.view({-1})).index_copy_(0, places.element, encoded(square, exp_avg_sq_scale, places, midpoints, false));
     });
   }
-  at::Tensor(state.exp_avg_scale).copy_(exp_avg_scale);
-  at::Tensor(state.exp_avg_sq_scale).copy_(exp_avg_sq_scale);
+  keep_scales(runs, exp_avg_scale, state.exp_avg_scale);
+  keep_scales(runs, exp_avg_sq_scale, state.exp_avg_sq_scale);
 }
 
 }  // namespace tessera::kernels

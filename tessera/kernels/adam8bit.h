@@ -23,6 +23,9 @@ const std::array<float, 256>& dynamic_map(bool is_signed);
 
 /// A run of elements, and where its first block's scale lies among those that are held here.
 struct QuantizedRun {
+  int64_t first_block() const { return static_cast<int64_t>(elements.first_index) / kAdam8bitBlock; }
+  int64_t blocks() const { return (static_cast<int64_t>(elements.first_index) + elements.count - 1) / kAdam8bitBlock + 1 - first_block(); }
+
   ElementRun elements;
   int64_t first_scale = 0;
 };
@@ -37,7 +40,8 @@ struct Adam8bitStep {
   int64_t step = 1;  ///< updates of this parameter, this one included
 };
 
-/// Raises `exp_avg_scale` and `exp_avg_sq_scale`, fp32 [blocks], to the largest magnitudes of the new averages. Traffic: 6 bytes an element.
+/// Raises `exp_avg_scale` and `exp_avg_sq_scale`, fp32 [blocks of the whole logical tensor], to the largest magnitudes of the new averages. Traffic: 6 bytes
+/// an element.
 void adam8bit_scales(const at::Tensor& gradient, const Adam8bitState& state, const std::vector<QuantizedRun>& runs, const Adam8bitStep& step,
                      const at::Tensor& exp_avg_scale, const at::Tensor& exp_avg_sq_scale);
 

@@ -125,31 +125,19 @@ void Adam8bit::prepare(const std::vector<Batch>& batches) {
   std::vector<at::Tensor> all;
   if (model_.meets()) all = at::zeros({2, places_.size()}, at::TensorOptions(device).dtype(at::kFloat)).unbind();
   fresh_.assign(parameters_.size(), {});
-  const auto exchange = [&](size_t index, bool out) {
-    for (size_t b = 0; b < quantized_[index].scales.boxes.size(); ++b) {
-      const Slice& scales = quantized_[index].scales;
-      const int64_t first = places_.of(scales.name) + scales.boxes[b].offset[0], here = scales.local_box(b).offset[0], count = scales.boxes[b].size[0];
-      for (size_t kind = 0; kind < 2; ++kind) {
-        at::Tensor mine = fresh_[index][kind].narrow(0, here, count), everyones = all[kind].narrow(0, first, count);
-        out ? everyones.copy_(mine) : mine.copy_(everyones);
-      }
-    }
-  };
   for (const Batch& batch : batches) {
     for (size_t k = 0; k < batch.indices.size(); ++k) {
       const size_t index = batch.indices[k];
       if (!is_quantized(index)) continue;
       const auto& [state, runs, scales] = quantized_[index];
-      fresh_[index] = {at::zeros_like(state.exp_avg_scale), at::zeros_like(state.exp_avg_sq_scale)};
+      const int64_t blocks = scales.shape[0];
+      for (size_t kind = 0; kind < 2; ++kind) {
+        fresh_[index][kind] = model_.meets() ? all[kind].narrow(0, places_.of(scales.name), blocks) : at::zeros({blocks}, state.exp_avg_scale.options());
+      }
       kernels::adam8bit_scales(batch.gradients[k].to(at::kFloat), state, runs, step_of(batch, counts_[index] + 1), fresh_[index][0], fresh_[index][1]);
-      if (model_.meets()) exchange(index, true);
     }
   }
-  if (!model_.meets()) return;
   for (const at::Tensor& scales : all) model_.meet(scales, Meeting::Max);
-  for (size_t i = 0; i < fresh_.size(); ++i) {
-    if (fresh_[i][0].defined()) exchange(i, false);
-  }
 }
 
 void Adam8bit::update(const Batch& batch) {

@@ -269,7 +269,8 @@ TEST(UpdatesByPieces, OfAdam8bitHaveTheBitsOfAPart) {
                .exp_avg_sq_scale = zeros(blocks, at::kFloat)};
       for (int64_t update = 1; update <= 2; ++update) {
         const kernels::Adam8bitStep step{.lr = 0.1, .weight_decay = 0.01, .step = update};
-        const at::Tensor scale = zeros(blocks, at::kFloat), sq_scale = zeros(blocks, at::kFloat);
+        const int64_t all = (first_index + values.numel() + kBlock - 1) / kBlock;
+        const at::Tensor scale = zeros(all, at::kFloat), sq_scale = zeros(all, at::kFloat);
         kernels::adam8bit_scales(this->gradient, state, runs, step, scale, sq_scale);
         kernels::adam8bit_update_(parameter, this->gradient, state, runs, step, scale, sq_scale);
       }

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -381,6 +382,35 @@ class InParts : public testing::TestWithParam<std::tuple<std::string, Cut, int>>
 INSTANTIATE_TEST_SUITE_P(Cuts, InParts,
                          testing::Combine(testing::Values("adam8bit", "adafactor", "adamw", "lion", "muon", "sgd"),
                                           testing::Values(Cut::Elements, Cut::Rows, Cut::Columns, Cut::Whole), testing::Values(2, 3, 8)));
+
+/// The rows of a weight that is cut by columns are as many runs of elements, none of which has operators of its own.
+TEST(Adam8bit, UpdatesAsManyRowsByTheSameOperators) {
+  static thread_local int64_t operators;
+  const auto count = [](int64_t rows) {
+    int64_t most = 0;
+    comm::run_ranks(2, [&](comm::World& world) {
+      const auto [begin, size] = chunk(1000, 2, world.group().rank());
+      const Slice part = Slice::along("w", {rows, 1000}, 1, begin, size);
+      const at::Tensor local = at::ones({rows, size}, testing_support::test_device()).requires_grad_();
+      nn::set_slice(local, part);
+      WholeModel model;
+      model.parameters = {Slice::whole("w", part.shape)};
+      model.ranks = world.group();
+      const auto optimizer = make_optimizer(reference_config("adam8bit"), {{"w", local, {}}}, model);
+      local.mutable_grad() = at::ones_like(local);
+      operators = 0;
+      const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback([](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> {
+        ++operators;
+        return nullptr;
+      }));
+      optimizer->step(0.1);
+      at::removeCallback(handle);
+      if (world.group().rank() == 0) most = operators;
+    });
+    return most;
+  };
+  EXPECT_EQ(count(8), count(64));
+}
 
 TEST_P(InParts, IsTheWhole) {
   const auto& [name, cut, ranks] = GetParam();
