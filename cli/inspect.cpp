@@ -5,6 +5,7 @@
 #include <numeric>
 #include <regex>
 #include <string>
+#include <utility>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -57,6 +58,9 @@ std::string layout_text(const Config& config, int ranks) {
     return "";
   }
   if (text.empty()) text = "one rank";
+  for (const auto& [axis, size] : {std::pair{"ep", config.mesh.ep}, {"expert_tp", config.mesh.expert_tp}}) {  // of ranks of those axes
+    if (size > 1) text += fmt::format(", {} {}", axis, size);
+  }
   return config.zero.stage > 0 ? fmt::format("{}, zero.stage {}", text, config.zero.stage) : text;
 }
 

@@ -6,6 +6,7 @@
 #include "tessera/config/config.h"
 #include "tessera/config/detail.h"
 #include "tessera/config/optim_groups.h"
+#include "tessera/config/patterns.h"
 #include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 
@@ -21,6 +22,24 @@ struct Dependence {
 
 bool uses_disk(const OffloadConfig& offload) { return offload.activations.uses("disk") || offload.optimizer.uses("disk") || offload.params.uses("disk"); }
 
+/// With lora.modules: their biases rest with them.
+bool all_routers_are_frozen(const Config& config) {
+  if (config.lora.modules.empty()) return false;
+  for (int64_t layer = 0; layer < config.model.layers; ++layer) {
+    const std::string weight = detail::concat("layers.", layer, ".feed_forward.router.weight");
+    if (std::ranges::any_of(config.lora.trained, [&](const std::string& pattern) { return path_matches(pattern, weight); })) return false;
+  }
+  return true;
+}
+
+/// Whether each gradient is of one rank, and none crosses the network. mesh.tp may take what is left.
+bool reduces_nothing(const Config& config, int world_size) {
+  const MeshConfig& mesh = config.mesh;
+  const bool deals_experts = config.model.experts > 0 && config.zero.stage > 0 && mesh.tp != 1;
+  if (deals_experts) return world_size == 1;
+  return mesh.tp > 0 ? world_size <= mesh.pp * mesh.tp : mesh.dp_replicate.value_or(1) * mesh.dp_shard.value_or(1) * mesh.cp == 1;
+}
+
 std::vector<Dependence> dependences(const Config& config, int world_size) {
   const auto with = [](const char* key, const auto& value) { return detail::concat("with ", key, " = ", value); };
   const auto& [optim, checkpoint, zero, pipeline] = std::tie(config.optim, config.checkpoint, config.zero, config.pipeline);
@@ -29,6 +48,7 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {!uses_optimizer(optim, optimizers_that_use("momentum")), with("optim.name", optim.name), {"optim.momentum"}},
       {!uses_optimizer(optim, optimizers_that_use("betas")), with("optim.name", optim.name), {"optim.betas"}},
       {!uses_optimizer(optim, optimizers_that_use("eps")), with("optim.name", optim.name), {"optim.eps"}},
+      {optim.weight_decay == 0 && optim.groups.empty(), "with optim.weight_decay = 0", {"optim.decay_on"}},
       {optim.schedule == "constant", with("optim.schedule", optim.schedule), {"optim.min_lr"}},
       {!uses_optimizer(optim, optimizers_that_use("ns_steps")), with("optim.name", optim.name), {"optim.ns_steps", "optim.split_heads"}},
       {checkpoint.dir.empty(), "without checkpoint.dir", {"checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.replace"}},
@@ -59,20 +79,22 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {staged && !pipeline.costs_from.empty(), "with pipeline.costs_from", {"pipeline.costs"}},
       {config.mesh.cp == 1, "with mesh.cp = 1", {"context.method", "context.ulysses", "context.balance"}},
       {config.mesh.cp != 1 && config.context.method != "ulysses_ring", with("context.method", config.context.method), {"context.ulysses"}},
-      {world_size == 1, "on one rank, which has no peers", {"comm.backend", "comm.algorithm", "comm.table", "comm.interface"}},
+      {world_size == 1, "on one rank, which has no peers", {"comm.backend", "comm.algorithm", "comm.table", "comm.interface", "comm.check", "mesh.order"}},
       {config.comm.compression != "powersgd", with("comm.compression", config.comm.compression), {"comm.powersgd_rank", "comm.powersgd_start"}},
       {config.model.family != "mixtral", with("model.family", config.model.family), {"moe.capacity_factor", "moe.balance_loss", "moe.z_loss", "moe.bias_rate"}},
       {config.model.family == "mixtral" && config.model.router == "expert_choice",
        with("model.router", config.model.router),
        {"moe.capacity_factor", "moe.balance_loss", "model.norm_topk"}},
       {config.model.family == "mixtral" && config.model.router != "sigmoid", with("model.router", config.model.router), {"moe.bias_rate"}},
+      {config.model.family == "mixtral" && all_routers_are_frozen(config), "beside frozen routers, which lora.trained does not name", {"moe.bias_rate"}},
       {config.lora.modules.empty(), "without lora.modules", {"lora.rank", "lora.alpha", "lora.dropout", "lora.trained", "lora.from_peft"}},
       {config.quantize.modules.empty(), "without quantize.modules", {"quantize.format", "quantize.block", "quantize.double_scales"}},
       {config.precision.compute != "fp8", with("precision.compute", config.precision.compute), {"precision.fp8_scales"}},
       {config.precision.loss_scale != "dynamic", with("precision.loss_scale", config.precision.loss_scale), {"precision.growth_steps"}},
       {config.precision.loss_scale == "none", with("precision.loss_scale", config.precision.loss_scale), {"precision.max_skips"}},
+      {reduces_nothing(config, world_size), "on one data rank, which reduces nothing", {"precision.reduce"}},
       {!config.data.shuffle, "without data.shuffle", {"data.seed"}},
-      {config.model.family == "mlp", with("model.family", config.model.family), {"optim.split_heads"}},
+      {config.model.family == "mlp", with("model.family", config.model.family), {"model.heads", "model.kv_heads", "optim.split_heads"}},
       {config.model.family == "mlp" || config.model.family == "gpt2", with("model.family", config.model.family), {"model.rope_theta"}},
   };
 }

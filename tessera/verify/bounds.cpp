@@ -67,7 +67,8 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks, int colu
   bounds.losses = std::max(kLosses, above(split, split));
   bounds.gradients = std::max({kGradients, above(crossing, (terms + 1) * crossing), narrow_sums ? (micro_batches + 1) * weights : 0, above(split, 8 * split),
                                above(joined, 2 * joined)});
-  bounds.routing = 32 * compute;
+  bounds.routing = std::min(32 * compute, 0.5);
+  bounds.routing_share = compute;
   if (terms > 1 && wire == "fp16") {
     const bool each = layout.zero.stage >= 2 && layout.zero.accumulate == "sharded";  // micro-batch is reduced by itself
     const double crossings = each ? std::ceil(micro_batches / data_ranks) : 1;

@@ -17,11 +17,12 @@ namespace tessera {
 ///              besides, of what crosses in fp16, whose smallest number is 2^-24: 2^-24 n^2 for each crossing of n ranks' terms, absolutely (gradient_floor)
 ///   losses     u          of the compute type in that last case
 ///   weights    2 u        of the type they are kept in: one may round up where the other rounds down
-///   routing    32 u       of the compute type: scores of experts that differ by less may be ranked either way
+///   routing    32 u       of the compute type, and at most a half, of a token's largest score: scores of experts that differ by less may be ranked either way;
+///                         and u of what all choices of a router could give up (GivenUp), for rounding ranks otherwise only what is close, and most is not
 /// Everything 0 where the arithmetic is the same: one rank, or data ranks alone with run.deterministic. Tiles of tokens (recompute.ffn_tile) split products.
 struct VerifyBounds {
   bool bit_for_bit = false;
-  double losses = 0, gradient_norms = 0, gradients = 0, weights = 0, routing = 0;
+  double losses = 0, gradient_norms = 0, gradients = 0, weights = 0, routing = 0, routing_share = 0;
   double gradient_floor = 0;   ///< an entry of a gradient that the loss scale multiplies may be off by this, whatever its tensor's largest
   double output_roundoff = 0;  ///< u of the type in which modules compute
 

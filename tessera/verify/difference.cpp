@@ -91,8 +91,8 @@ double largest_difference(const at::Tensor& given, const at::Tensor& want) {
 
 double relative(double difference, double scale) {
   if (difference == 0) return 0;
-  const double value = scale > 0 ? difference / scale : kInfinity;
-  return std::isnan(value) ? kInfinity : value;  // infinitely far apart, on an infinite scale
+  const double value = scale > 0 && std::isfinite(scale) ? difference / scale : kInfinity;
+  return std::isnan(value) ? kInfinity : value;
 }
 
 Scales own_scales(const std::vector<SlicedTensor>& reference) {

@@ -19,7 +19,7 @@ double largest_entry(const at::Tensor& tensor);
 /// Largest |got - want|; infinity where an entry of either is not finite and the other's is not the same, or a NaN. Same shape, any dtypes.
 double largest_difference(const at::Tensor& got, const at::Tensor& want);
 
-/// Difference over scale: 0 where there is no difference, infinity where there is one and the scale is 0.
+/// Difference over scale: 0 where there is no difference, infinity where there is one and the scale is 0, or not finite, which says nothing of what is small.
 double relative(double difference, double scale);
 
 /// What is small for a tensor: the largest entry of a tensor, by name.

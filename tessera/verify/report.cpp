@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "tessera/core/format.h"
+#include "tessera/verify/difference.h"
 #include "tessera/verify/verify.h"
 
 // The conclusion names where to look first, so it asks in the order in which a step computes: an output that parts makes all that follows part. Only what is
@@ -22,6 +23,19 @@ nlohmann::json summary(const DifferenceList& list) {
   nlohmann::json json{{"difference", number(worst.value)}, {"bound", list.bound}, {"within", list.within()}, {"step", worst.step}, {"rank", worst.rank}};
   if (!worst.name.empty()) json["tensor"] = worst.name;
   if (!worst.note.empty()) json["note"] = worst.note;
+  return json;
+}
+
+nlohmann::json routing_json(const RoutingComparison& routing) {
+  const auto [router, share] = routing.worst();
+  nlohmann::json json{{"tokens", routing.tokens},
+                      {"flipped", routing.flipped},
+                      {"unseen", routing.unseen},
+                      {"margin", number(routing.margin)},
+                      {"bound", routing.bound},
+                      {"given_up", number(share)},
+                      {"given_up_bound", routing.share_bound}};
+  if (!router.empty()) json["router"] = router;
   return json;
 }
 
@@ -97,6 +111,22 @@ std::string outputs_row(const char* what, const OutputComparison& outputs) {
   return out;
 }
 
+std::string routing_rows(const RoutingComparison& routing) {
+  std::string out;
+  if (routing.tokens > 0) {
+    const auto [router, share] = routing.worst();
+    out += fmt::format("  {:<16}{:>12}{:>12}  {:<5}{} of {} tokens routed otherwise\n", "routing", digits(routing.margin), digits(routing.bound),
+                       routing.margin <= routing.bound ? "ok" : "FAR", routing.flipped, routing.tokens);
+    out += fmt::format("  {:<16}{:>12}{:>12}  {:<5}{}\n", "scores given up", digits(share), digits(routing.share_bound),
+                       share <= routing.share_bound ? "ok" : "FAR", share > 0 ? router : "none");
+  }
+  if (routing.unseen > 0) {
+    out += fmt::format("  {:<16}{:>24}  {} tokens not compared: no rank shows their choices, or not a whole micro-batch's\n",
+                       routing.tokens > 0 ? "" : "routing", "", routing.unseen);
+  }
+  return out;
+}
+
 /// The tensor beyond the bound whose largest difference is in the earliest step; of several, the first of the model.
 std::string first_beyond(const DifferenceList& list) {
   const Difference* first = nullptr;
@@ -152,6 +182,16 @@ const Difference& DifferenceList::worst() const {
   return found == each.end() ? none : *found;
 }
 
+double GivenUp::share() const { return relative(scores, spread); }
+
+std::pair<std::string, double> RoutingComparison::worst() const {
+  std::pair<std::string, double> worst;
+  for (const auto& [router, gave] : given_up) {
+    if (worst.first.empty() || gave.share() > worst.second) worst = {router, gave.share()};
+  }
+  return worst;
+}
+
 bool VerifyReport::passed() const {
   return skipped < steps && initial_weights.within() && losses.within() && gradient_norms.within() && gradients.within() && weights.within() &&
          routing.within();
@@ -160,24 +200,22 @@ bool VerifyReport::passed() const {
 nlohmann::json to_json(const VerifyReport& report) {
   nlohmann::json mesh;
   for (const auto& [axis, size] : report.mesh) mesh[axis] = size;
-  return {
-      {"passed", report.passed()},
-      {"mesh", mesh},
-      {"ranks", report.ranks},
-      {"first_step", report.first_step},
-      {"steps", report.steps},
-      {"skipped", report.skipped},
-      {"bit_for_bit", report.bit_for_bit},
-      {"initial_weights", summary(report.initial_weights)},
-      {"loss", summary(report.losses)},
-      {"grad_norm", summary(report.gradient_norms)},
-      {"gradients", summary(report.gradients)},
-      {"weights", summary(report.weights)},
-      {"routing",
-       {{"tokens", report.routing.tokens}, {"flipped", report.routing.flipped}, {"margin", number(report.routing.margin)}, {"bound", report.routing.bound}}},
-      {"forward", outputs_json(report.forward)},
-      {"backward", outputs_json(report.backward)},
-      {"tensors", tensors_json(report)}};
+  return {{"passed", report.passed()},
+          {"mesh", mesh},
+          {"ranks", report.ranks},
+          {"first_step", report.first_step},
+          {"steps", report.steps},
+          {"skipped", report.skipped},
+          {"bit_for_bit", report.bit_for_bit},
+          {"initial_weights", summary(report.initial_weights)},
+          {"loss", summary(report.losses)},
+          {"grad_norm", summary(report.gradient_norms)},
+          {"gradients", summary(report.gradients)},
+          {"weights", summary(report.weights)},
+          {"routing", routing_json(report.routing)},
+          {"forward", outputs_json(report.forward)},
+          {"backward", outputs_json(report.backward)},
+          {"tensors", tensors_json(report)}};
 }
 
 std::string to_string(const VerifyReport& report) {
@@ -187,10 +225,7 @@ std::string to_string(const VerifyReport& report) {
   out += row("initial weights", report.initial_weights);
   out += outputs_row("outputs", report.forward);
   out += outputs_row("their gradients", report.backward);
-  if (const auto& routing = report.routing; routing.tokens > 0) {
-    out += fmt::format("  {:<16}{:>12}{:>12}  {:<5}{} of {} tokens routed otherwise\n", "routing", digits(routing.margin), digits(routing.bound),
-                       routing.within() ? "ok" : "FAR", routing.flipped, routing.tokens);
-  }
+  out += routing_rows(report.routing);
   out += row("loss", report.losses);
   out += row("gradients", report.gradients);
   out += row("gradient norm", report.gradient_norms);

@@ -34,41 +34,41 @@ class ChoiceCalls {
   std::map<std::pair<std::string, int64_t>, int64_t> calls_;
 };
 
-/// Where the columns that `tokens` rows of tokens have of `samples` samples lie in these; undefined: they are all.
-at::Tensor positions_of(int64_t tokens, int64_t samples) {
+/// Where the columns that `tokens` tokens have of the micro-batch's `rows` lie in these; undefined: they are all.
+at::Tensor positions_of(int64_t tokens, int64_t rows) {
   const nn::SampleContext& context = nn::SampleScope::current();
-  const int64_t columns = tokens / samples, first = context.first_column;
+  const int64_t columns = tokens / rows, first = context.first_column;
   if (context.positions.defined()) return context.positions.narrow(0, first, columns);
-  return columns == context.seq_len ? at::Tensor() : kernels::consecutive(first, columns, at::kCPU);
+  return context.columns ? kernels::consecutive(first, columns, at::kCPU) : at::Tensor();  // a row may have several samples: seq_len says nothing of it
 }
 
 class ChoiceRecorder : public nn::Interceptor {
  public:
-  ChoiceRecorder(SampleRange samples, int64_t micro_size, RecordedChoices& choices) : calls_(samples), micro_size_(micro_size), choices_(choices) {}
+  ChoiceRecorder(SampleRange samples, int64_t rows, RecordedChoices& choices) : calls_(samples), rows_(rows), choices_(choices) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const auto key = calls_.next(module);
     nn::Values outputs = next(std::move(inputs));
     const at::Tensor& chosen = outputs.at(0).toTensor();
-    if (key) choices_[*key] = {chosen, positions_of(chosen.size(0), micro_size_)};
+    if (key) choices_[*key] = {chosen, positions_of(chosen.size(0), rows_)};
     return outputs;
   }
 
  private:
   ChoiceCalls calls_;
-  int64_t micro_size_;
+  int64_t rows_;
   RecordedChoices& choices_;
 };
 
-/// By how much the scores of what one would choose exceed those of what was chosen, place by place of the ranking; a place without an expert scores nothing.
-double margin_of(const at::Tensor& scores, const at::Tensor& own, const at::Tensor& taken) {
-  const bool by_expert = own.size(1) == scores.size(1) && own.lt(0).any().item<bool>();
+/// By how much the scores of what one would choose exceed those of what was chosen, place by place of the ranking along `dim`; a place without an expert
+/// scores nothing.
+at::Tensor given_up_by(const at::Tensor& scores, const at::Tensor& own, const at::Tensor& taken, int64_t dim) {
   const auto ranked = [&](const at::Tensor& chosen) {
     const at::Tensor score = scores.gather(1, chosen.clamp_min(0)).masked_fill(chosen.lt(0), -1e30);
-    return std::get<0>(score.sort(by_expert ? 0 : 1, /*descending=*/true));
+    return std::get<0>(score.sort(dim, /*descending=*/true));
   };
   const at::Tensor a = ranked(own), b = ranked(taken);
-  return (a - b).masked_fill(a.lt(-1e29).logical_and(b.lt(-1e29)), 0).max().item<double>();
+  return (a - b).abs().masked_fill(a.lt(-1e29).logical_and(b.lt(-1e29)), 0);
 }
 
 class ChoiceReplayer : public nn::Interceptor {
@@ -82,22 +82,34 @@ class ChoiceReplayer : public nn::Interceptor {
     const at::Tensor own = next(std::move(inputs)).at(0).toTensor();
     if (!key) return {own};
     const at::Tensor taken = taken_by_ranks(*key, own);
-    if (!taken.defined()) return {own};
     // Of padding the router takes no choice.
     const at::Tensor padding = nn::SampleScope::padding(own.size(0)).rows;
     const at::Tensor tokens = padding.defined() ? padding.logical_not().nonzero().view({-1}) : at::Tensor();
     const auto of_tokens = [&](const at::Tensor& rows) { return tokens.defined() ? rows.index_select(0, tokens) : rows; };
-    compare(of_tokens(scores), of_tokens(own), of_tokens(taken));
+    if (!taken.defined()) {
+      compared_.unseen += of_tokens(own).size(0);
+      return {own};
+    }
+    compare(key->module, of_tokens(scores), of_tokens(own), of_tokens(taken));
     return {taken};
   }
 
  private:
-  void compare(const at::Tensor& scores, const at::Tensor& own, const at::Tensor& taken) {
+  void compare(const std::string& router, const at::Tensor& scores, const at::Tensor& own, const at::Tensor& taken) {
     compared_.tokens += own.size(0);
     if (own.numel() == 0) return;
+    const bool by_expert = own.size(1) == scores.size(1) && own.lt(0).any().item<bool>();
+    const int64_t dim = by_expert ? 0 : 1;
+    GivenUp& sum = compared_.given_up[router];
+    sum.spread += (scores.amax(dim) - scores.amin(dim)).sum(at::kDouble).item<double>();
     const int64_t flipped = own.ne(taken).any(1).sum().item<int64_t>();
     compared_.flipped += flipped;
-    if (flipped > 0) compared_.margin = std::max(compared_.margin, margin_of(scores, own, taken));
+    if (flipped == 0) return;
+    const at::Tensor given_up = given_up_by(scores, own, taken, dim);
+    const at::Tensor largest = scores.abs().amax(dim, /*keepdim=*/true).clamp_max(1);
+    compared_.margin = std::max(compared_.margin, given_up.div(largest).max().item<double>());
+    const double places = static_cast<double>(own.ge(0).sum().item<int64_t>()) / static_cast<double>(own.size(1 - dim));
+    sum.scores += given_up.sum(at::kDouble).item<double>() / places;
   }
 
   /// In the form of `own` [rows * columns, K]; undefined where no rank made the call. Ranks that have columns of it have a part each, or the same one
@@ -138,8 +150,8 @@ Attachment attach_to_choices(torch::nn::Module& root, const Make& make) {
 
 }  // namespace
 
-Attachment record_choices(torch::nn::Module& root, SampleRange samples, int64_t micro_size, RecordedChoices& choices) {
-  return attach_to_choices(root, [&] { return std::make_shared<ChoiceRecorder>(samples, micro_size, choices); });
+Attachment record_choices(torch::nn::Module& root, SampleRange samples, int64_t rows, RecordedChoices& choices) {
+  return attach_to_choices(root, [&] { return std::make_shared<ChoiceRecorder>(samples, rows, choices); });
 }
 
 Attachment replay_choices(torch::nn::Module& root, SampleRange samples, std::vector<RecordedChoices*> ranks, RoutingComparison& compared) {

@@ -119,6 +119,15 @@ struct Shown {
 /// Of a model that is cut into stages, what gives its output on this rank, if anything does.
 nn::Module* end_of(Composition& run) { return run.parts.empty() || !run.parts.back().module->gives_loss() ? nullptr : run.parts.back().module.get(); }
 
+/// Weights with the update that is under way beside them (offload.delayed_update).
+std::vector<SlicedTensor> delayed_weights(const Composition& run) {
+  std::vector<SlicedTensor> weights;
+  for (const auto& each : run.optimizer->state_to_save()) {
+    if (each.state == optim::kNextState) weights.push_back({each.tensor, each.slice});
+  }
+  return weights;
+}
+
 /// What is refused in the midst of a step is a run that fails: what could be seen of the input has been.
 void failing_as_a_step(const std::function<void()>& step) {
   try {
@@ -211,7 +220,14 @@ Inputs checked_inputs(const Config& layout, int world, int64_t steps) {
   precision::settle_compute(here, at::kCPU, precision::Saying::Silent);
   check_modules(here, axes);
   Inputs inputs = open_inputs(layout);
-  for (const auto& remark : inputs.text_remarks) log().warn("{}", remark);
+  const bool lacks_start = !layout.checkpoint.resume.empty() && !inputs.resume;
+  if (lacks_start) inputs.remarks.pop_back();  // that a run would start afresh
+  for (const auto* remarks : {&inputs.text_remarks, &inputs.remarks}) {
+    for (const auto& remark : *remarks) log().warn("{}", remark);
+  }
+  require(!lacks_start, "checkpoint.resume = ", layout.checkpoint.resume, ": checkpoint.dir = ", layout.checkpoint.dir,
+          " holds no checkpoint that can be used, so there is no step to compare from; name another checkpoint.dir, or set checkpoint.resume = \"\" to compare "
+          "from the start");
   const int64_t done = inputs.resume ? inputs.resume->manifest.step : 0;
   require(steps >= 1 && steps <= layout.run.steps - done, "--steps = ", steps, ": the run has ", layout.run.steps - done,
           " steps to go (run.steps = ", layout.run.steps, "); give 1 to that many");
@@ -241,6 +257,7 @@ Verification::Verification(const Config& config, const MeshConfig& mesh, const V
   constexpr double kOfTwoOrders = 1e-14;
   if (!layout_.offload.gradients.is("device") && !device_for(layout_, 0, world_).is_cpu()) norms_.bound = std::max(norms_.bound, kOfTwoOrders);
   routing_.bound = bounds_.routing;
+  routing_.share_bound = bounds_.routing_share;
   choices_.resize(static_cast<size_t>(world_));
 }
 
@@ -280,6 +297,7 @@ void Verification::run_rank(comm::World& world) {
     });
     show(checkpoint::parameter_tensors(side.model()));
   }
+  if (layout_.offload.delayed_update) show(delayed_weights(run));
 }
 
 std::vector<std::vector<SlicedTensor>> Verification::shown_tensors() const {
@@ -315,6 +333,12 @@ void Verification::run_reference() {
     weights_.compare(batch.step, weights, theirs, own_scales(weights));
     compare_numbers(batch.step, outcome, skipped);
     for (const auto& weight : weights) follow(weight, theirs);
+    meeting_.dismiss();
+  }
+  if (layout_.offload.delayed_update) {
+    meeting_.wait_for_ranks();  // with the last update, which no step has shown
+    const auto updated = delayed_weights(side.stepper.run());
+    weights_.compare(first_step_ + options_.steps - 1, updated, shown_tensors(), own_scales(updated));
     meeting_.dismiss();
   }
   forward_ = outputs.forward();
@@ -356,7 +380,8 @@ bool Verification::compare_gradients(const data::StepBatch& batch, Side& side) {
   const auto own = checkpoint::gradient_tensors(reference.updated);
   const auto theirs = shown_tensors();
   // A loss scale that is still too large overflows on both sides, and both skip the step: there are no gradients to compare.
-  const bool overflow = reference.loss_scale.enabled() && !finite(own) && std::none_of(theirs.begin(), theirs.end(), finite);
+  // Ranks hold parts: one that is not finite is in the norm of all.
+  const bool overflow = reference.loss_scale.enabled() && !finite(own) && !std::all_of(theirs.begin(), theirs.end(), finite);
   if (overflow) {
     ++skipped_;
   } else {

@@ -3,8 +3,10 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <c10/core/Device.h>
@@ -72,14 +74,28 @@ struct OutputComparison {
   std::optional<Parting> first{};  ///< in the first step that has one, in the order of one device's execution, the innermost module first
 };
 
+/// What a router's choices gave up over all steps: of each token the scores of what one device would choose less those of what was chosen, by place (where
+/// experts choose, of each expert). Rounding gives up little of a few; a router that chooses by something else, a large share of all.
+struct GivenUp {
+  double scores = 0;  ///< summed, of an average place
+  double spread = 0;  ///< between the largest and the smallest score, summed: the most that could be given up
+
+  double share() const;
+};
+
 /// Choices of experts (nn::RouterChoice) that were made on both sides. The one device goes on with the layout's, as with its gradients.
 struct RoutingComparison {
-  int64_t tokens = 0;   ///< of all routers
-  int64_t flipped = 0;  ///< of those, tokens for which one device would have chosen other experts
-  double margin = 0;    ///< by how much the scores of those exceed the scores of what was chosen, at most
-  double bound = 0;     ///< what rounding explains: see VerifyBounds
+  int64_t tokens = 0;                         ///< of all routers
+  int64_t flipped = 0;                        ///< of those, tokens for which one device would have chosen other experts
+  int64_t unseen = 0;                         ///< tokens beside these, of which no rank shows a choice, or not of the whole micro-batch: not compared
+  double margin = 0;                          ///< the most that a place gave up, of the largest score that it could have (of those above 1, of 1)
+  double bound = 0;                           ///< what rounding explains: see VerifyBounds
+  std::map<std::string, GivenUp> given_up{};  ///< by the router's path
+  double share_bound = 0;
 
-  bool within() const { return margin <= bound; }
+  /// The router that gave up the largest share; its name is empty where none was compared.
+  std::pair<std::string, double> worst() const;
+  bool within() const { return margin <= bound && worst().second <= share_bound; }
 };
 
 /// The same steps of a configuration in a layout and on one device. Differences are relative: of losses and norms to the value, of gradients and weights to the

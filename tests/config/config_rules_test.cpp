@@ -457,6 +457,39 @@ TEST(Settings, WithoutEffectAreNamedWithTheReason) {
   EXPECT_THAT(said({"optim.name=sgd", "zero.stage=3", "zero.bucket_bytes=9", "precision.max_skips=3", "data.seed=5", "data.shuffle=false"}),
               ElementsAre("zero.bucket_bytes = 9: has no effect with zero.stage = 3", "precision.max_skips = 3: has no effect with precision.loss_scale = none",
                           "data.seed = 5: has no effect without data.shuffle"));
+  EXPECT_THAT(said({"optim.name=sgd", "model.family=mlp", "model.heads=4", "model.kv_heads=2"}),
+              ElementsAre("model.heads = 4: has no effect with model.family = mlp", "model.kv_heads = 2: has no effect with model.family = mlp"));
+  EXPECT_THAT(said({"optim.name=sgd", "optim.weight_decay=0", "optim.decay_on=matrices"}),
+              ElementsAre("optim.decay_on = \"matrices\": has no effect with optim.weight_decay = 0"));
+}
+
+TEST(Settings, WithoutEffectOnBiasesOfFrozenRouters) {
+  const auto said = [](const std::vector<std::string>& sets) {
+    std::vector<std::string> all{"model.family=mixtral", "model.layers=2", "model.router=sigmoid", "moe.bias_rate=0.1", "lora.modules=**.wq"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    return settings_without_effect(parse_config("", "/", all), 1);
+  };
+  using ::testing::ElementsAre;
+  using ::testing::IsEmpty;
+  EXPECT_THAT(said({}), ElementsAre(HasSubstr("moe.bias_rate = 0.1: has no effect beside frozen routers")));
+  EXPECT_THAT(said({"lora.modules="}), IsEmpty());
+  EXPECT_THAT(said({"lora.trained=layers.1.feed_forward.router.weight"}), IsEmpty()) << "one learns";
+}
+
+TEST(Settings, WithoutEffectOnGradientsThatNothingSums) {
+  const auto said = [](const std::vector<std::string>& sets, int world_size) {
+    std::vector<std::string> all{"precision.reduce=bf16"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    return settings_without_effect(parse_config("", "/", all), world_size);
+  };
+  using ::testing::ElementsAre;
+  using ::testing::IsEmpty;
+  for (const auto& sets : {std::vector<std::string>{"mesh.tp=2"}, {"mesh.pp=2", "zero.stage=2"}}) {
+    EXPECT_THAT(said(sets, 2), ElementsAre("precision.reduce = \"bf16\": has no effect on one data rank, which reduces nothing"));
+    EXPECT_THAT(said(sets, 4), IsEmpty());
+  }
+  EXPECT_THAT(said({"mesh.cp=2"}, 2), IsEmpty());
+  EXPECT_THAT(said({"mesh.tp=2", "zero.stage=1", "model.experts=4"}, 2), IsEmpty()) << "whose ranks sum the experts' gradients";
 }
 
 /// Head and tail, until a window is as short as a part.

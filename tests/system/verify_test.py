@@ -50,6 +50,24 @@ class Verify(SystemTest):
         done = self.verify("--mesh", "dp_replicate=2", "--json", sets=[f"checkpoint.resume={self.folder / 'saved' / 'step-00000003'}"])
         self.assertEqual(json.loads(done.stdout)["first_step"], 4)
 
+    def test_from_the_newest_checkpoint_that_is_whole(self):
+        folder = self.folder / "newest"
+        latest = [f"checkpoint.dir={folder}", "checkpoint.resume=latest"]
+        self.train("newest_run", sets=[f"checkpoint.dir={folder}", "run.steps=3", "checkpoint.every=2"])
+        for file in (folder / "step-00000003").glob("*.safetensors"):
+            file.write_bytes(file.read_bytes()[:-8] + b"otherwise"[:8])
+        done = self.verify("--mesh", "dp_replicate=2", "--json", sets=latest)
+        self.assertEqual(json.loads(done.stdout)["first_step"], 3)
+        self.assertIn("passing over ", done.stderr)
+        self.assertIn("step-00000003", done.stderr)
+        for file in (folder / "step-00000002").glob("*.safetensors"):
+            file.write_bytes(b"")
+        refused = run("verify", self.recipe, "--mesh", "dp_replicate=2", *(x for s in latest for x in ("--set", s)))
+        self.assertEqual(refused.returncode, 2, refused.stdout)
+        self.assertIn("holds no checkpoint that can be used", refused.stderr)
+        self.assertIn("step-00000002", refused.stderr)
+        self.assertNotIn("starting afresh", refused.stderr)
+
     def test_a_setting_that_changes_the_gradients_is_found(self):
         # Every number of a gradient rounded to 8 bits is beyond what fp32 allows, and within what bf16 does.
         report = json.loads(self.verify("--mesh", "dp_replicate=2", "--json", sets=["comm.compression=bf16"]).stdout)

@@ -40,6 +40,9 @@ TEST(Difference, Relative) {
   EXPECT_EQ(relative(1, 0), kInfinity);
   EXPECT_EQ(relative(1, 4), 0.25);
   EXPECT_EQ(relative(kInfinity, kInfinity), kInfinity);
+  EXPECT_EQ(relative(1, kInfinity), kInfinity) << "nothing is small beside it";
+  EXPECT_EQ(relative(1, std::nan("")), kInfinity);
+  EXPECT_EQ(relative(std::nan(""), 1), kInfinity);
 }
 
 TEST(Difference, ABiasIsMeasuredByItsWeightToo) {
@@ -172,6 +175,9 @@ TEST(VerifyBounds, FollowTheNumberFormats) {
 }
 
 TEST(VerifyBounds, AreBitsWhereTheArithmeticIsTheSame) {
+  const auto coarse = bounds_of(with({"precision.compute=fp8"}), 6, 3);
+  EXPECT_EQ(coarse.routing, 0.5) << "what scores can exceed";
+  EXPECT_EQ(coarse.routing_share, std::ldexp(1, -4));
   EXPECT_TRUE(bounds_of(with({}), 1, 1).bit_for_bit);
   EXPECT_TRUE(bounds_of(with({"run.deterministic=true"}), 5, 5).bit_for_bit);
   EXPECT_FALSE(bounds_of(with({"run.deterministic=true"}), 6, 3).bit_for_bit);  // products are split, too

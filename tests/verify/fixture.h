@@ -30,6 +30,8 @@ class VerifyFixture : public TrainFixture {
     EXPECT_GT(report.forward.compared, 0);
     EXPECT_GT(report.backward.compared, 0);
     EXPECT_EQ(report.forward.unseen + report.backward.unseen, 0) << to_string(report);
+    EXPECT_EQ(report.routing.tokens > 0, family == "mixtral");
+    EXPECT_EQ(report.routing.unseen, 0) << to_string(report);
     EXPECT_EQ(report.skipped, 0);
   }
 };

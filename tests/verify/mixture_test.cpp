@@ -139,6 +139,27 @@ TEST_F(VerifyMixture, EveryLayoutIsOneDeviceInFp8) {
   }
 }
 
+/// Rounding explains no router that chooses at random, however coarse it is.
+TEST_F(VerifyMixture, ARouterThatChoosesOtherwiseIsFoundInEveryFormat) {
+  struct Next : nn::Interceptor {  // the expert after each that was chosen
+    nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+      nn::Values outputs = next(std::move(inputs));
+      return {(outputs[0].toTensor() + 1).remainder(5)};
+    }
+  };
+  VerifyOptions options;
+  options.plant.attach = [](Composition& run, int) { return nn::attach(*run.model, "layers.1.feed_forward.router.choice", std::make_shared<Next>()); };
+  for (const char* format : {"precision.compute=fp32", "precision.compute=bf16", "precision.compute=fp8"}) {
+    for (const char* router : {"model.router=softmax", "model.router=sigmoid"}) {
+      SCOPED_TRACE(std::string(format) + " " + router);
+      const auto report = run("dp_replicate=2", "mixtral", {format, router, "run.threads=1"}, options);
+      EXPECT_FALSE(report.routing.within()) << to_string(report);
+      EXPECT_EQ(report.routing.worst().first, "layers.1.feed_forward.router.choice");
+      EXPECT_GT(report.routing.worst().second, 2 * report.routing.share_bound) << to_string(report);
+    }
+  }
+}
+
 TEST_F(VerifyMixture, TheDeviceFollowsTheLayoutsRoutingAndMeasuresIt) {
   struct Turned : nn::Interceptor {  // the two experts after those that were chosen
     nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {

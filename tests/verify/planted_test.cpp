@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <memory>
 
 #include <gmock/gmock.h>
 
@@ -10,6 +11,7 @@
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/linear.h"
+#include "tessera/offload/host_optimizer.h"
 #include "tests/verify/fixture.h"
 
 namespace tessera {
@@ -155,6 +157,22 @@ TEST_F(Planted, AnotherStartAndAnotherUpdateAreFound) {
   EXPECT_TRUE(other_update.gradients.within()) << to_string(other_update);
   EXPECT_FALSE(other_update.weights.within()) << to_string(other_update);
   EXPECT_THAT(to_string(other_update), HasSubstr("look at the update"));
+}
+
+/// No step shows the last update of those that come late.
+TEST_F(Planted, AnotherLateUpdateIsFoundInTheOnlyStep) {
+  VerifyOptions options{.steps = 1};
+  const std::vector<std::string> sets{"offload.optimizer=host", "offload.delayed_update=true", "optim.eps=1e-2"};
+  const auto same = run("dp_replicate=2", "mlp", sets, options);
+  EXPECT_TRUE(same.passed()) << to_string(same);
+  options.plant.attach = [](Composition& run, int) {
+    const auto with_another_eps = [](const std::vector<nn::NamedParameter>& copies) { return optim::make_optimizer({}, copies); };
+    run.optimizer = std::make_unique<HostOptimizer>(run.updated, run.device, with_another_eps, HostOptimizer::kPieceBytes, /*delayed=*/true);
+    return Attachment();
+  };
+  const auto other = run("dp_replicate=2", "mlp", sets, options);
+  EXPECT_FALSE(other.weights.within()) << to_string(other);
+  EXPECT_TRUE(other.gradients.within()) << to_string(other);
 }
 
 /// A network that does something wrong in the calls of one op that come from one place.

@@ -160,6 +160,9 @@ TEST_F(VerifyTest, BadInputIsRefused) {
   EXPECT_THAT(refusal([&] { run("dp_replicate=2", "mlp", {"comm.compression=powersgd"}); }), HasSubstr("comm.compression = powersgd"));
   EXPECT_THAT(refusal([&] { run("dp_replicate=2", "mlp", {}, {.steps = 7}); }), HasSubstr("--steps = 7"));
   EXPECT_THAT(refusal([&] { run("dp_replicate=2", "mlp", {}, {.steps = 0}); }), HasSubstr("--steps = 0"));
+  const std::string nowhere = "checkpoint.dir=" + (folder_ / "nowhere").string();
+  EXPECT_THAT(refusal([&] { run("dp_replicate=2", "mlp", {"checkpoint.resume=latest", nowhere}); }),
+              AllOf(HasSubstr("checkpoint.resume = latest: checkpoint.dir = "), HasSubstr("holds no checkpoint that can be used")));
 }
 
 TEST(ParseMesh, NamesAxesInAnyOrder) {
