@@ -113,6 +113,10 @@ class CommunicationHook {
   /// Before the first bucket of each step.
   virtual void begin_step() {}
 
+  /// When all sums of the step are there, on every rank. Never of a step that was dropped, since a pass ended by an exception: ranks may begin unlike numbers
+  /// of those.
+  virtual void complete_step() {}
+
   /// Starts to reduce a bucket whose gradients are final. `bucket` and `channel` outlive what it returns.
   virtual std::unique_ptr<BucketReduction> start(GradientBucket& bucket, GradientChannel& channel) = 0;
 

@@ -114,11 +114,12 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     recover_gradient(parameters_[i].tensor, views_[i]);
   }
 
-  /// What the parameter has from a step before is summed over the ranks already.
+  /// What the parameter has from a step before is summed over the ranks already, and what the program has put there the same on all, or refused.
   void settle(size_t i) override {
     drop_cleared(i);
     if (arrived_[i]) return;
     carried_[i] = std::exchange(parameters_[i].tensor.mutable_grad(), {});
+    note_given(i, carried_[i]);
     if (carried_[i].defined() && views_[i].defined() && carried_[i].is_alias_of(views_[i])) carried_[i] = carried_[i].clone();
   }
 
@@ -161,6 +162,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   }
 
   void complete_step() override {
+    options_.hook->complete_step();
     if (std::exchange(adopts_order_, false)) adopt_observed_order();
   }
 
@@ -363,6 +365,7 @@ void DistributedDataParallel::finish() { impl_->finish(); }
 void DistributedDataParallel::after_update() { impl_->after_update(); }
 const SynchronizationStatistics& DistributedDataParallel::statistics() const { return impl_->statistics(); }
 std::vector<nn::NamedParameter> DistributedDataParallel::updated() const { return impl_->parameters(); }
+void DistributedDataParallel::refuse_gradients_that_wait(const std::string& who) const { impl_->refuse_gradients_that_wait(who); }
 const BucketLayout& DistributedDataParallel::plan() const { return impl_->plan(); }
 
 }  // namespace tessera

@@ -58,6 +58,7 @@ class [[nodiscard]] DistributedDataParallel final : public GradientSynchronizer 
   void after_update() override;
   const SynchronizationStatistics& statistics() const override;
   std::vector<nn::NamedParameter> updated() const override;
+  void refuse_gradients_that_wait(const std::string& who) const override;
 
   /// The bucket layout of the next step, for a checkpoint to keep. Empty in a group of one.
   const BucketLayout& plan() const;

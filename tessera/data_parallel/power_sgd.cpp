@@ -215,7 +215,7 @@ class Compressed final : public BucketReduction {
 
 }  // namespace
 
-PowerSgd::PowerSgd(PowerSgdOptions options) : options_(options), step_(options.steps_done) {
+PowerSgd::PowerSgd(PowerSgdOptions options) : options_(options), steps_done_(options.steps_done) {
   require(options.rank >= 1, "comm.powersgd_rank = ", options.rank, ": expected at least 1; set comm.powersgd_rank, such as 4");
   require(options.start >= 0, "comm.powersgd_start = ", options.start, ": expected a number of steps; set comm.powersgd_start, such as 10");
   require(options.min_compression >= 0, "min_compression = ", options.min_compression, ": expected 0 (compress every matrix) or more; the default is 2");
@@ -245,11 +245,11 @@ void PowerSgd::prepare(const std::vector<nn::NamedParameter>& parameters, const 
   }
 }
 
-void PowerSgd::begin_step() { ++step_; }
+void PowerSgd::complete_step() { ++steps_done_; }
 
 std::unique_ptr<BucketReduction> PowerSgd::start(GradientBucket& bucket, GradientChannel& channel) {
   const bool compresses = std::ranges::any_of(bucket.gradients, [&](const BucketGradient& gradient) { return matrices_.contains(gradient.name); });
-  if (step_ <= options_.start || !compresses) return AllReduceHook().start(bucket, channel);
+  if (steps_done_ < options_.start || !compresses) return AllReduceHook().start(bucket, channel);
   return std::make_unique<Compressed>(bucket, channel, matrices_);
 }
 

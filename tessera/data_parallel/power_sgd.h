@@ -46,7 +46,7 @@ class PowerSgd final : public CommunicationHook {
 
   void prepare(const std::vector<nn::NamedParameter>& parameters, const std::vector<at::ScalarType>& dtypes, const comm::Group& group) override;
   void set_average(bool average) override { average_ = average; }
-  void begin_step() override;
+  void complete_step() override;
   std::unique_ptr<BucketReduction> start(GradientBucket& bucket, GradientChannel& channel) override;
 
   /// "powersgd.error.<parameter>" in the parameter's shape (Sum, or Mean where gradients are averaged), and "powersgd.q.<parameter>" [r, m] (Equal).
@@ -65,7 +65,7 @@ class PowerSgd final : public CommunicationHook {
  private:
   PowerSgdOptions options_;
   bool average_ = false;
-  int64_t step_ = 0;                        ///< of the run, from 1
+  int64_t steps_done_ = 0;                  ///< of the run
   std::vector<std::string> names_;          ///< of compressed parameters, in the order of registration
   std::map<std::string, Matrix> matrices_;  ///< by parameter
 };

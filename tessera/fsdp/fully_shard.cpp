@@ -257,6 +257,10 @@ class FullyShardedDataParallel::Impl {
   torch::nn::Module& module() const { return module_; }
   std::vector<nn::NamedParameter> own_parameters() const { return nn::unique_parameters(module_, options_.only); }
   void check_no_gradients_wait() const {
+    refuse_whole_gradients();
+    if (active() && !unsharded_ && !step_->running()) step_->refuse_given_apart();
+  }
+  void refuse_whole_gradients() const {
     require(!step_ || !step_->holds_gradients(),
             "fully_shard: whole gradients wait on this rank, where no_sync() left them (reduce_each_micro_batch = false); call backward once without no_sync() "
             "before they are clipped, or the optimizer steps");
@@ -473,9 +477,10 @@ std::vector<nn::NamedParameter> FullyShardedDataParallel::updated() const {
   return impl_->own_parameters();
 }
 comm::Group FullyShardedDataParallel::norm_group() const {
-  impl_->check_no_gradients_wait();
+  impl_->refuse_whole_gradients();
   return impl_->is_whole() ? comm::Group::self() : impl_->group();
 }
+void FullyShardedDataParallel::refuse_gradients_that_wait(const std::string&) const { impl_->check_no_gradients_wait(); }
 std::vector<ShardUnit> FullyShardedDataParallel::units() const { return impl_->units(); }
 const comm::Group& FullyShardedDataParallel::group() const { return impl_->group(); }
 std::pair<const UnitLayout*, size_t> FullyShardedDataParallel::layout_of(const at::Tensor& parameter) const { return impl_->layout_of(parameter); }

@@ -161,6 +161,7 @@ class FullyShardedDataParallel final : public GradientSynchronizer {
   void after_update() override;
   const SynchronizationStatistics& statistics() const override;
   std::vector<nn::NamedParameter> updated() const override;
+  void refuse_gradients_that_wait(const std::string& who) const override;
   comm::Group norm_group() const override;
   std::vector<int64_t> held_elements(int rank) const override;
   Slice slice_on(int rank, const at::Tensor& updated) const override;

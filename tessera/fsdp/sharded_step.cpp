@@ -74,6 +74,7 @@ ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const Fu
       retired_(units.size()),
       final_(units.size()),
       awaited_(units.size()),
+      given_(parameters_.size()),
       aside_(parameters_.size()),
       zeroed_(parameters_.size()) {
   if (group_.size() == 1 && replicas_.size() > 1) left_ = LeftGradients(parameters_);  // of several shards the shape tells
@@ -385,9 +386,40 @@ void ShardedStep::put_aside() {
     if (!trained_[i]) continue;
     refuse_whole_gradient(parameters_[i], parameters_[i].tensor.grad(), flat_of(places_[i]).slice_sizes(places_[i].index));
     aside_[i] = parameters_[i].tensor.grad();
+    given_[i] = is_given(i) ? aside_[i] : at::Tensor();
     if (reduce_each_ && !aside_[i].defined()) used_.mark(i, false);
     set_gradient(parameters_[i].tensor, {});
   }
+}
+
+/// The shape tells it of several shards.
+bool ShardedStep::is_given(size_t i) const {
+  const at::Tensor& gradient = parameters_[i].tensor.grad();
+  return group_.size() == 1 && replicas_.size() > 1 && gradient.defined() && !nn::is_gradient_guard(gradient) &&
+         (brought_.empty() || !brought_[i].lock() || brought_[i].lock().get() != gradient.unsafeGetTensorImpl());
+}
+
+void ShardedStep::note_brought(size_t i) {
+  const at::Tensor& gradient = parameters_[i].tensor.grad();
+  if (brought_.empty()) brought_.assign(parameters_.size(), decltype(brought_)::value_type(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()));
+  brought_[i] = decltype(brought_)::value_type(gradient.getIntrusivePtr());
+}
+
+void ShardedStep::compare_given(const std::vector<at::Tensor>& given) const {
+  const comm::CallSite site("fsdp.given");
+  const nn::Unwatched quietly;
+  const at::NoGradGuard no_grad;
+  tessera::refuse_given_apart("fully_shard", parameters_, given, {replicas_});
+}
+
+void ShardedStep::refuse_given_apart() const {
+  if (group_.size() > 1 || replicas_.size() == 1) return;
+  std::vector<at::Tensor> given(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (is_given(i)) given[i] = parameters_[i].tensor.grad();
+  }
+  drop_zeros(given);
+  compare_given(given);
 }
 
 bool ShardedStep::holds_gradients() const {
@@ -534,12 +566,20 @@ void ShardedStep::complete_pass() {
   const UsedParameters used = used_;
   used_.clear();
   if (misses_unused_) {
-    StepWords words = callbacks_.words();
+    StepWords words = own_words();
     words.order = units_.take_made();
     told = used.refuse_unused_anywhere({group_, replicas_}, words);
   }
+  std::vector<at::Tensor> given = std::exchange(given_, std::vector<at::Tensor>(parameters_.size()));
+  if (told && told->given) compare_given(given);
   callbacks_.complete(told);
   callbacks_.done();
+}
+
+StepWords ShardedStep::own_words() {
+  StepWords words = callbacks_.words();
+  words.given = drop_zeros(given_);
+  return words;
 }
 
 /// A unit is reduced by what is trained in it when a pass begins, so the gradient of what was frozen within a step would meet no other rank's.
@@ -588,16 +628,17 @@ void ShardedStep::land(std::optional<StepWords>& told) {
     if ((before.defined() && !adds_within_step_) || zeroed) used_.forgive(i);
     if (before.defined() && came.defined()) before.add_(came);
     if (before.defined() || came.defined()) set_gradient(tensor, before.defined() ? before : came);
+    if (!given_[i].defined()) note_brought(i);
   }
   units_.clear_sums();
   if (!misses_unused_) used_.clear();
 }
 
 /// On any rank, in the passes since used_ was cleared.
-std::vector<bool> ShardedStep::used_parameters(std::optional<StepWords>& told) const {
+std::vector<bool> ShardedStep::used_parameters(std::optional<StepWords>& told) {
   if (misses_unused_) return std::vector<bool>(parameters_.size(), true);
   const comm::CallSite site("fsdp.unused");
-  told = callbacks_.words();
+  told = own_words();
   std::vector<bool> used = used_.anywhere(group_, &*told);
   if (replicas_.size() == 1) return used;
   UsedParameters anywhere("fully_shard", parameters_);
@@ -625,6 +666,7 @@ void ShardedStep::finish() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (used[i] && trained_[i] && parameters_[i].tensor.requires_grad()) {
       set_gradient(parameters_[i].tensor, flat_of(places_[i]).local_gradient(places_[i].index));
+      note_brought(i);
     }
   }
   callbacks_.done();

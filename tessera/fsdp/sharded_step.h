@@ -61,6 +61,9 @@ class ShardedStep {
   bool looped() const { return drive_ == Drive::Loop; }  ///< nobody says where steps begin and end
   /// Whether whole gradients wait on this rank under no_sync(), which the program has not cleared.
   bool holds_gradients() const;
+  /// With one shard, whose slice is the whole, throws ConfigError, by name and on every rank, where the program has put gradients on parameters that are not
+  /// the same on all replicas. Collective there.
+  void refuse_given_apart() const;
   bool driven() const { return running_ && drive_ == Drive::Engine; }
   bool in_backward() const { return in_backward_; }
   /// Whether an engine's step has seen its last backward pass, and waits for finish.
@@ -145,7 +148,11 @@ class ShardedStep {
   void land(std::optional<StepWords>& told);
   void refuse_frozen_that_wait() const;
   void forgive_frozen();
-  std::vector<bool> used_parameters(std::optional<StepWords>& told) const;
+  std::vector<bool> used_parameters(std::optional<StepWords>& told);
+  StepWords own_words();
+  bool is_given(size_t i) const;
+  void note_brought(size_t i);
+  void compare_given(const std::vector<at::Tensor>& given) const;
   bool completes() const { return last_ && complete_; }
   void take_up(size_t parameter);
 
@@ -191,8 +198,10 @@ class ShardedStep {
   std::optional<size_t> last_used_;
   std::map<std::optional<size_t>, size_t> followers_;  ///< of uses outside of passes
   size_t next_ = 0;                                    ///< with find_unused: units from this one on are reduced, the last first
-  std::vector<at::Tensor> aside_;                      ///< per parameter, in a loop's backward: what grad() held
-  std::vector<bool> zeroed_;                           ///< per parameter: zero_grad has left zeros of what was held, so optimizers go on, though nobody uses it
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> brought_;  ///< by parameter: the gradient that a pass has left
+  std::vector<at::Tensor> given_;  ///< by parameter: of what was put aside, what the program has put there; with one shard, whose slice is the whole
+  std::vector<at::Tensor> aside_;  ///< per parameter, in a loop's backward: what grad() held
+  std::vector<bool> zeroed_;       ///< per parameter: zero_grad has left zeros of what was held, so optimizers go on, though nobody uses it
 
   /// Under no_sync, where whole gradients wait.
   struct Held {

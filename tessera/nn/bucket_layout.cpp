@@ -32,8 +32,12 @@ struct Filling {
   bool first = true;
 };
 
-constexpr std::array<std::pair<at::ScalarType, std::string_view>, 4> dtype_names{
-    {{at::kFloat, "fp32"}, {at::kDouble, "fp64"}, {at::kBFloat16, "bf16"}, {at::kHalf, "fp16"}}};
+constexpr std::array<std::pair<at::ScalarType, std::string_view>, 6> dtype_names{{{at::kFloat, "fp32"},
+                                                                                  {at::kDouble, "fp64"},
+                                                                                  {at::kBFloat16, "bf16"},
+                                                                                  {at::kHalf, "fp16"},
+                                                                                  {at::kComplexFloat, "complex64"},
+                                                                                  {at::kComplexDouble, "complex128"}}};
 
 std::string dtype_name(at::ScalarType dtype) {
   for (const auto& [known, name] : dtype_names) {
@@ -46,7 +50,7 @@ at::ScalarType dtype_of(const std::string& name) {
   for (const auto& [dtype, known] : dtype_names) {
     if (known == name) return dtype;
   }
-  throw ConfigError("bucket plan: dtype = \"" + name + "\" is none of fp32, fp64, bf16, fp16");
+  throw ConfigError("bucket plan: dtype = \"" + name + "\" is none of fp32, fp64, bf16, fp16, complex64, complex128");
 }
 
 void check_permutation(std::span<const int64_t> order, size_t size) {

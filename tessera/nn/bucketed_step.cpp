@@ -31,6 +31,8 @@ BucketedStep::BucketedStep(GradientSynchronizer& self, nn::Holds holds, torch::n
       carried_(parameters_.size()),
       arrived_(parameters_.size(), false),
       gradient_writes_(parameters_.size()),
+      left_writes_(parameters_.size()),
+      given_(parameters_.size()),
       self_(self),
       module_(module),
       options_(std::move(options)),
@@ -166,6 +168,8 @@ void BucketedStep::open(bool plain) {
   used_.clear();
   arrived_.assign(parameters_.size(), false);
   carried_.assign(parameters_.size(), {});
+  given_.assign(parameters_.size(), {});
+  waits_ = false;
   statistics_ = {};
   in_action_ = false;
   prepare();
@@ -201,6 +205,7 @@ void BucketedStep::begin_pass(bool last) {
 void BucketedStep::end_pass(bool last, bool complete) {
   if (!active()) return;
   if (plain_) withdraw_places();
+  waits_ = plain_ && !last;
   if (!in_action_ || !options_.each_micro_batch || (last && complete)) return;
   launch_rest();
   ++round_;
@@ -244,7 +249,32 @@ void BucketedStep::arriving(size_t i) {
 bool BucketedStep::drop_cleared(size_t i) {
   if (!carried_[i].defined() || !gradient_writes_.cleared(i, parameters_[i], options_.technique)) return false;
   carried_[i].reset();
+  given_[i].reset();
   return true;
+}
+
+void BucketedStep::note_given(size_t i, const at::Tensor& gradient) {
+  if (plain_ && gradient.defined() && !gradient.is_meta() && !left_writes_.is(i, gradient)) given_[i] = gradient;
+}
+
+/// What is in their place now is no program's.
+void BucketedStep::see_left() {
+  for (size_t i = 0; plain_ && i < parameters_.size(); ++i) left_writes_.see(i, parameters_[i].tensor.grad());
+}
+
+void BucketedStep::refuse_gradients_that_wait(const std::string& who) const {
+  for (size_t i = 0; waits_ && i < parameters_.size(); ++i) {
+    const at::Tensor& gradient = parameters_[i].tensor.grad();
+    const bool waits = arrived_[i] && gradient.defined() && !gradient_writes_.zeroed(i, gradient);
+    require(!waits, gradient_that_waits(who, parameters_[i].name));
+  }
+}
+
+void BucketedStep::refuse_given_apart() {
+  const std::string name = site("given");
+  const comm::CallSite scope(name);
+  tessera::refuse_given_apart(options_.technique, parameters_, given_, options_.groups);
+  given_.assign(parameters_.size(), {});
 }
 
 void BucketedStep::accumulated(size_t i) {
@@ -380,15 +410,17 @@ void BucketedStep::complete() {
     const comm::CallSite scope(name);
     told = used_.refuse_unused_anywhere(options_.groups, own_words());
   }
+  if (plain_ && told->given) refuse_given_apart();
   if (plain_) compare(told->written);
+  see_left();
   if (options_.buffers == BufferBroadcast::EachStep) share_buffers_of_step(told);
   if (!told) used_.refuse_unused(options_.groups.front());
   late_.refuse(options_.technique);
 }
 
-StepWords BucketedStep::own_words() const {
+StepWords BucketedStep::own_words() {
   const bool shares = options_.buffers == BufferBroadcast::EachStep;
-  return {.written = were_written(), .buffers = shares ? hash_of_buffers(module_) : 0};
+  return {.written = were_written(), .given = drop_zeros(given_), .buffers = shares ? hash_of_buffers(module_) : 0};
 }
 
 /// Ranks whose buffers differ in size would bring messages of their own. Without words of the step they ask.
@@ -463,10 +495,13 @@ void BucketedStep::undo_all() {
 }
 
 void BucketedStep::undo() {
+  waits_ = false;
   drop_reductions();
   withdraw_places();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (trained_[i]) restore(i);
+    if (!trained_[i]) continue;
+    restore(i);
+    if (plain_ && !given_[i].defined()) left_writes_.see(i, parameters_[i].tensor.grad());
   }
 }
 

@@ -58,6 +58,8 @@ class BucketedStep {
   void after(ActionKind action);
   void finish() { protocol_.finish(); }
   void after_update() const { protocol_.after_update(); }
+  /// Throws ConfigError, by name, after nothing but passes under no_sync() in the plain loop.
+  void refuse_gradients_that_wait(const std::string& who) const;
   const SynchronizationStatistics& statistics() const { return statistics_; }
   const std::vector<nn::NamedParameter>& parameters() const { return parameters_; }
 
@@ -119,11 +121,17 @@ class BucketedStep {
   bool is_first_round() const { return round_ == 0; }
   /// Whether buckets of this step may start while backward runs: from `prepare` on its collectives then come at one place on every rank.
   bool starts_early() const { return starts_early_; }
+  /// Whether no newer wrapper has it.
+  bool synchronizes(size_t i) const;
   /// Drops what is carried of a parameter whose gradient the program has cleared since, and says whether it did.
   bool drop_cleared(size_t i);
 
   /// Throws ConfigError, by name, where the parameter has another shape, dtype or device than when it was wrapped: places in buckets follow from these.
   void require_same_form(size_t i) const { forms_.require_same(options_.technique, i, parameters_[i]); }
+
+  /// `gradient` is what the step adds to of parameter `i`. Where no step of this object has left it so, the program has put it there, and when the step is
+  /// complete ranks compare it.
+  void note_given(size_t i, const at::Tensor& gradient);
 
   /// Says anew which parameters are trained.
   void follow_trained();
@@ -147,11 +155,12 @@ class BucketedStep {
   std::vector<bool> arrived_;        ///< parameters that got a gradient in this step
   std::vector<int64_t> finals_;      ///< parameters in the order in which their gradients became final
   nn::GradientWrites gradient_writes_;
+  nn::GradientWrites left_writes_;  ///< since a step was complete, or undone
+  std::vector<at::Tensor> given_;   ///< by parameter: of carried_, what the program has put there
   SynchronizationStatistics statistics_;
 
  private:
   void refuse_slices() const;
-  bool synchronizes(size_t i) const;
   void listen();
   std::optional<at::ScalarType> taken_up_alone_in(const at::Tensor& parameter) const;
   void relay_alone();
@@ -175,7 +184,9 @@ class BucketedStep {
   void complete_earlier_round();
   void complete();
   void complete_reductions();
-  StepWords own_words() const;
+  StepWords own_words();
+  void refuse_given_apart();
+  void see_left();
   std::vector<bool> used_anywhere(StepWords& words);
   void share_buffers_of_step(const std::optional<StepWords>& told);
   void tell_of_failure() noexcept;
@@ -196,6 +207,7 @@ class BucketedStep {
   UsedParameters used_;
   bool starts_early_ = false;      ///< buckets, while backward runs; else when it is done, for another wrapper's start on the same engine
   bool last_pass_ = false;         ///< the pass that runs, or ran, starts reductions
+  bool waits_ = false;             ///< gradients of this rank's passes under no_sync() alone
   bool in_action_ = false;         ///< an engine's, which brings gradients
   int64_t round_ = 0;              ///< of reductions of every bucket, in this step
   std::vector<size_t> missing_;    ///< per bucket: gradients that are not final in this round

@@ -12,6 +12,7 @@
 #include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
+#include "tessera/core/hash_tensor.h"
 #include "tessera/core/log.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/sharing.h"
@@ -181,6 +182,56 @@ at::Device message_device(const at::Tensor& parameter, const comm::Group& group)
   return devices_alone && !parameter.is_meta() ? parameter.device() : at::Device(at::kCPU);
 }
 
+bool drop_zeros(std::vector<at::Tensor>& given) {
+  std::vector<at::Tensor> any;
+  for (const at::Tensor& gradient : given) {
+    if (gradient.defined() && !gradient.is_meta()) any.push_back(gradient.detach().any().reshape({1}));
+  }
+  if (any.empty()) return false;
+  const at::Tensor flags = at::cat(any).to(at::kCPU);
+  bool found = false;
+  for (int64_t next = 0; at::Tensor & gradient : given) {
+    if (!gradient.defined() || gradient.is_meta()) continue;
+    const bool adds = flags.const_data_ptr<bool>()[next++];
+    found |= adds;
+    if (!adds) gradient.reset();
+  }
+  return found;
+}
+
+void refuse_given_apart(const std::string& technique, const std::vector<nn::NamedParameter>& parameters, const std::vector<at::Tensor>& given,
+                        const std::vector<comm::Group>& groups) {
+  auto first = static_cast<int64_t>(parameters.size());
+  Hasher hasher;
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (!given[i].defined() || given[i].is_meta()) continue;
+    const std::array<uint64_t, 2> told{i, hash_of_values(given[i].detach())};
+    hasher.update(told.data(), sizeof told);
+    first = std::min(first, static_cast<int64_t>(i));
+  }
+  const auto hash = static_cast<int64_t>(hasher.value() >> 1);  // which may change its sign
+  at::Tensor largest = at::tensor({hash, -hash, -first}, at::kLong);
+  for (const comm::Group& group : groups) {
+    if (group.size() == 1) continue;
+    largest = largest.to(message_device(parameters.front().tensor, group));
+    comm::all_reduce(group, largest, comm::Op::Max);
+  }
+  if (parameters.front().tensor.is_meta()) return;  // a dry run
+  largest = largest.to(at::kCPU);
+  const int64_t* const told = largest.const_data_ptr<int64_t>();
+  require(
+      told[0] == -told[1], technique, ": the program has put a gradient on '", parameters[std::min(static_cast<size_t>(-told[2]), parameters.size() - 1)].name,
+      "' (mutable_grad(), of torch::autograd::grad) that is not the same on all ranks: it has met no other rank's, and replicas would part by it. Clear it by "
+      "zero_grad(), and let backward bring gradients, or sum it over the ranks (comm::all_reduce) before it is put there");
+}
+
+std::string gradient_that_waits(const std::string& who, const std::string& name) {
+  return detail::concat(
+      who, ": the gradient of '", name,
+      "' waits whole on this rank, where no_sync() left it or the program put it (mutable_grad()), and has met no other rank's; call backward "
+      "once without no_sync() before, or give it up by zero_grad()");
+}
+
 UsedParameters::UsedParameters(std::string technique, const std::vector<nn::NamedParameter>& parameters)
     : technique_(std::move(technique)), parameters_(parameters), wanted_(parameters.size(), true), forgiven_(parameters.size()), used_(parameters.size(), 0) {}
 
@@ -244,7 +295,8 @@ StepWords UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>&
   found[wanted] = static_cast<int64_t>(hasher.value());
   found[ordered] = static_cast<int64_t>(own_words.order);
   found[buffers] = static_cast<int64_t>(own_words.buffers);
-  found[written] = own_words.written;
+  constexpr int64_t by_weights = 1, by_gradients = 2;  // what was written
+  found[written] = (own_words.written ? by_weights : 0) | (own_words.given ? by_gradients : 0);
   found[differs] = found[disorder] = found[unlike] = -1;
   for (const comm::Group& group : groups) {
     if (group.size() == 1) continue;
@@ -280,17 +332,22 @@ StepWords UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>&
                                                  "'" + (found[missing] > 0 ? parameters_.at(static_cast<size_t>(found[first])).name : "") + "'" +
                                                      (found[missing] > 1 ? " and others" : "")));
   StepWords heard = own_words;
-  heard.written = found[written] != 0;
+  heard.written = (found[written] & by_weights) != 0;
+  heard.given = (found[written] & by_gradients) != 0;
   heard.unlike_buffers = found[unlike] >= 0;
   return heard;
 }
 
 std::vector<bool> UsedParameters::anywhere(const comm::Group& group, StepWords* words) const {
   if (group.size() == 1) return std::vector<bool>(used_.begin(), used_.end());
+  constexpr int32_t kGiven = 1, kFailed = 2;  // who hears of a failure hears of nothing else
   auto mine = used_;
   if (words != nullptr) {
     const auto hash = static_cast<int32_t>(words->buffers & 0x7fffffff);
-    mine.insert(mine.end(), {words->failed, words->written, words->unlike_buffers, hash, -hash});  // the largest of -hash is the smallest hash
+    mine.insert(mine.end(), {words->failed  ? kFailed
+                             : words->given ? kGiven
+                                            : 0,
+                             words->written, words->unlike_buffers, hash, -hash});  // the largest of -hash is the smallest hash
   }
   at::Tensor used = at::tensor(mine, at::kInt).to(message_device(parameters_.front().tensor, group));
   comm::all_reduce(group, used, comm::Op::Max);
@@ -298,7 +355,8 @@ std::vector<bool> UsedParameters::anywhere(const comm::Group& group, StepWords* 
   const int32_t* const all = used.const_data_ptr<int32_t>();
   if (words != nullptr) {
     const int32_t* const told = all + used_.size();
-    words->failed = told[0] != 0;
+    words->failed = told[0] == kFailed;
+    words->given = told[0] == kGiven;
     words->written = told[1] != 0;
     words->unlike_buffers = told[2] != 0 || told[3] != -told[4];
   }

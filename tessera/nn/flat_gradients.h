@@ -93,10 +93,23 @@ void release_scratch(at::Tensor& scratch);
 /// the parameter's device where the group's engine carries nothing else (nccl alone).
 at::Device message_device(const at::Tensor& parameter, const comm::Group& group);
 
+/// Of gradients that the program has put on parameters, by parameter, drops those that add nothing, and says whether there are others. One read on the host
+/// where there are any.
+bool drop_zeros(std::vector<at::Tensor>& given);
+
+/// Throws ConfigError, by name and on every rank, where gradients that the program has put on parameters (`given`, by parameter, undefined elsewhere) are not
+/// the same on all ranks of the groups: replicas would part by them. Reads them on the host. Collective: an all-reduce of three words in each group.
+void refuse_given_apart(const std::string& technique, const std::vector<nn::NamedParameter>& parameters, const std::vector<at::Tensor>& given,
+                        const std::vector<comm::Group>& groups);
+
+/// What `who` says that is about to take the gradient of parameter `name` for that of the global batch, where it waits on this rank.
+std::string gradient_that_waits(const std::string& who, const std::string& name);
+
 /// What ranks tell each other at the end of a step beside which parameters they used, and, when that has been told, what is so on any of them.
 struct StepWords {
   bool failed = false;          ///< the pass ended by an exception (UsedParameters::anywhere)
   bool written = false;         ///< parameters were written after a pass that left gradients of this rank alone
+  bool given = false;           ///< the program has put gradients that the step adds to
   bool unlike_buffers = false;  ///< buffers are others on some rank than on another
   uint64_t buffers = 0;         ///< hash_of_buffers
   uint64_t order = 0;           ///< in which order what was reduced came, where that follows from the pass (UsedParameters::refuse_unused_anywhere)

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "tessera/comm/exposed_time.h"
@@ -113,6 +114,10 @@ class GradientSynchronizer {
   /// What an optimizer updates on this rank, and what a norm is taken of: the parameters, or, where updates are sharded, this rank's part of each, whose grad()
   /// is its part of the gradient. A part may be empty. Tied parameters are listed once, frozen ones too, without a gradient.
   virtual std::vector<nn::NamedParameter> updated() const = 0;
+
+  /// Throws ConfigError, by name, where gradients wait whole on this rank, as passes under no_sync() leave them, and have met no other rank's: for `who` is
+  /// about to take them for those of the global batch.
+  virtual void refuse_gradients_that_wait(const std::string& /*who*/) const {}
 
   /// Clears all gradients, as zero_grad does: of the parameters and of the parts that are updated in their place.
   virtual void clear_gradients() {

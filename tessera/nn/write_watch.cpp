@@ -21,7 +21,12 @@
 namespace tessera::nn {
 
 void GradientWrites::see(size_t index, const at::Tensor& gradient) {
-  seen_[index] = gradient.defined() ? Seen{.tensor = gradient.unsafeGetTensorImpl(), .version = gradient._version()} : Seen{};
+  seen_[index] = gradient.defined() && !is_gradient_guard(gradient) ? Seen{.tensor = gradient.unsafeGetTensorImpl(), .version = gradient._version()} : Seen{};
+}
+
+bool GradientWrites::is(size_t index, const at::Tensor& gradient) const {
+  const auto& [tensor, version] = seen_[index];
+  return gradient.unsafeGetTensorImpl() == tensor && gradient._version() == version;
 }
 
 bool GradientWrites::written(size_t index, const at::Tensor& gradient) const {

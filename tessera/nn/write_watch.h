@@ -21,6 +21,8 @@ class GradientWrites {
 
   /// This is the gradient now.
   void see(size_t index, const at::Tensor& gradient);
+  /// Whether it is the one that was seen, as it was.
+  bool is(size_t index, const at::Tensor& gradient) const;
   /// Whether somebody has written it since, or put another in its place. False for one that was not seen, or is none.
   bool written(size_t index, const at::Tensor& gradient) const;
   /// Whether that made it zero. Where it was written, it is read (a synchronization with a GPU).

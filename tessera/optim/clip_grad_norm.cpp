@@ -36,9 +36,11 @@ void refuse_cut_layers(const std::vector<nn::NamedParameter>& parameters) {
   }
 }
 
-/// The ranks of the group have to hold all of the parameters between them, unless others are known that layers are cut over.
-void refuse_cut_layers(const GradientSynchronizer& synchronizer, const std::vector<nn::NamedParameter>& parts, const comm::Group& group) {
-  if (group.size() == 1 || synchronizer.held_elements(0).empty()) return refuse_cut_layers(parts);
+/// The ranks of the group have to hold all of the wrapper's parameters between them, those as well that a newer one has of it, unless others are known that
+/// layers are cut over.
+void refuse_cut_layers(const GradientSynchronizer& synchronizer, const std::vector<nn::NamedParameter>& owned, const comm::Group& group) {
+  if (group.size() == 1 || synchronizer.held_elements(0).empty()) return refuse_cut_layers(owned);
+  const std::vector<nn::NamedParameter> parts = synchronizer.updated();
   if (std::ranges::any_of(parts, [](const auto& part) { return !nn::dealt_of(part.tensor).empty(); })) return;
   int64_t held = 0, all = 0;
   for (int rank = 0; rank < group.size(); ++rank) {
@@ -83,6 +85,7 @@ void add_norm_groups(std::vector<nn::NamedParameter> parameters, const comm::Gro
 /// Of a wrapper's parameters. Returns how many of them have gradients.
 size_t add_norm_groups(const GradientSynchronizer& synchronizer, std::vector<nn::NamedParameter> parameters, std::vector<optim::NormGroup>& groups) {
   require(!parameters.empty(), "clip_grad_norm: the wrapper has no parameters");
+  synchronizer.refuse_gradients_that_wait("clip_grad_norm");
   const comm::Group group = synchronizer.norm_group();
   refuse_cut_layers(synchronizer, parameters, group);
   const auto with_gradients =

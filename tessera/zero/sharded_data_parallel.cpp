@@ -56,7 +56,10 @@ class ShardedDataParallel::Impl final : public BucketedStep {
         options_(std::move(options)),
         memory_(groups_.shard),
         is_zeroed_(parameters_.size(), false),
-        is_handed_(parameters_.size(), false) {
+        is_handed_(parameters_.size(), false),
+        seen_parts_(parameters_.size()),
+        zeroed_parts_(parameters_.size()),
+        part_versions_(parameters_.size()) {
     require(options_.stage == 1 || options_.stage == 2, "zero.stage = ", options_.stage,
             ": this class shards optimizer state (1) and gradients (2); parameters are sharded by fully_shard (3)");
     require(!options_.network_dtype || *options_.network_dtype == at::kBFloat16 || *options_.network_dtype == at::kHalf,
@@ -96,11 +99,14 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     const comm::CallSite site("zero.parameters");
     std::vector<comm::Pending> gathers;
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      const bool updated = may_be_updated(b), updated_late = take_late_updates(b);
+      const bool updated = may_hold_updates(b), updated_late = take_late_updates(b);
       if (updated || updated_late) gathers.push_back(comm::all_gather_async(groups_.shard, buckets_[b].parameters(), buckets_[b].parameter_part()));
     }
     const comm::ExposedTime::Scope exposed(statistics_.exposed, parameters_.front().tensor.device());
     for (comm::Pending& gather : gathers) gather.wait();
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (take_write(i) && may_be_updated(i)) count_write(i);
+    }
     marks_.clear();
   }
 
@@ -108,7 +114,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   const std::vector<nn::NamedParameter>& shards() {
     if (active()) {
       take_replaced();
-      settle_cleared();
+      settle_cleared(/*before_gradients=*/false);
       follow_frozen();
     }
     return shards_;
@@ -116,6 +122,15 @@ class ShardedDataParallel::Impl final : public BucketedStep {
 
   const ShardLayout& layout() const { return layout_; }
   comm::Group norm_group() const { return active() ? groups_.shard : comm::Group::self(); }
+
+  /// Also what the program itself has put there.
+  void refuse_gradients_that_wait(const std::string& who) const {
+    for (size_t i = 0; active() && i < parameters_.size(); ++i) {
+      const auto& [name, tensor, aliases] = parameters_[i];
+      const bool waits = synchronizes(i) && tensor.requires_grad() && tensor.grad().defined() && !nn::is_gradient_guard(tensor.grad());
+      require(!waits, gradient_that_waits(who, name));
+    }
+  }
 
   void clear_gradients() override {
     BucketedStep::clear_gradients();
@@ -147,11 +162,31 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     int64_t written;  ///< versions of the parameters, which those who write parts do not touch
     at::Tensor samples;
   };
+  /// A part's gradient that a clear of the parameters has zeroed.
+  struct ZeroedPart {
+    at::Tensor gradient;
+    int64_t version = 0;
+
+    bool is(const at::Tensor& part) const { return gradient.defined() && part.is_same(gradient) && int64_t{part._version()} == version; }
+  };
 
   /// Whether an optimizer may have something to do in the bucket: also of a parameter that was frozen since, and still has its gradient.
-  bool may_be_updated(size_t b) const {
+  bool may_hold_updates(size_t b) const {
     return is_trained(b) || std::ranges::any_of(buckets_[b].plan().slots, [&](const auto& slot) { return shards_[slot.parameter].tensor.grad().defined(); });
   }
+
+  /// The same of one parameter, as optimizers go: by its gradient, unless that has gone to the host.
+  bool may_be_updated(size_t i) const { return shards_[i].tensor.grad().defined() || (relay() != nullptr && trained_[i]); }
+
+  /// Whether parts of the bucket, which have one counter, were written since this was asked for, as far as their writer shows it: libtorch's SGD hides that
+  /// from one process, too.
+  bool take_write(size_t i) {
+    const auto now = static_cast<int64_t>(shards_[i].tensor._version());
+    return std::exchange(part_versions_[i], now) != now;
+  }
+
+  /// Parts have a counter of their own, and a graph from before the update is to see that the parameter is another.
+  void count_write(size_t i) const { parameters_[i].tensor.unsafeGetTensorImpl()->bump_version(); }
 
   /// Whether an optimizer has shown an update in the bucket that was begun before (HostOptimizer), since this was asked for: also of what is frozen by now, and
   /// in the first step of a run that goes on.
@@ -159,7 +194,9 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     bool found = false;
     for (const auto& slot : buckets_[b].plan().slots) {
       const int64_t now = nn::late_updates(parameters_[slot.parameter].tensor);
-      found |= std::exchange(late_updates_[slot.parameter], now) != now;
+      if (std::exchange(late_updates_[slot.parameter], now) == now) continue;
+      count_write(slot.parameter);
+      found = true;
     }
     return found;
   }
@@ -246,13 +283,14 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   void prepare() override {
     refuse_forgotten_gather();
     take_replaced();
-    settle_cleared();
+    settle_cleared(/*before_gradients=*/true);
     if (!plain_ || starts_early()) meet_first();
     for (size_t b = 0; b < buckets_.size(); ++b) {
       if (is_trained(b) && relay() == nullptr) buckets_[b].hold_part();
     }
     carry_gradients();
     follow_frozen();
+    for (size_t i = 0; i < shards_.size(); ++i) take_write(i);  // none of an update
     for (size_t i = 0; i < shards_.size(); ++i) {
       if (plain_ && !trained_[i]) continue;
       set_gradient(shards_[i].tensor, {});
@@ -276,36 +314,56 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     for (size_t i = 0; i < shards_.size(); ++i) shards_[i].tensor.set_requires_grad(parameters_[i].tensor.requires_grad());
   }
 
-  /// Parts that were reduced before this step, and that nobody has cleared, neither on the parameters nor on the shards: this step adds to them. Aside, since
-  /// their memory is that of this step's.
+  /// Parts that were reduced before this step, or that the program has put there, and that nobody has cleared, neither on the parameters nor on the shards:
+  /// this step adds to them. Aside, since their memory is that of this step's.
   void carry_gradients() {
     const MemoryScope scope(MemoryCategory::Gradients);
     for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (trained_[i] && !parameters_[i].tensor.grad().defined() && was_put(i)) show_guard(i);
       const at::Tensor& gradient = parameters_[i].tensor.grad();
       const at::Tensor& part = shards_[i].tensor.grad();
       const bool stands = trained_[i] && nn::is_gradient_guard(gradient) && part.defined();
-      is_zeroed_[i] = stands && nn::is_cleared(gradient);
+      is_zeroed_[i] = stands && (nn::is_cleared(gradient) || zeroed_parts_[i].is(part));
       carried_[i] = stands && !is_zeroed_[i] ? part.clone() : at::Tensor();
       const at::Tensor& memory = buckets_[slot_of_[i].bucket].gradient_part();
       const bool outlives = !trained_[i] && part.defined() && memory.defined() && part.is_alias_of(memory);
-      if (outlives) set_gradient(shards_[i].tensor, part.clone());  // of a parameter that was frozen since
+      if (!outlives) continue;
+      seen_parts_[i] = part.clone();
+      set_gradient(shards_[i].tensor, seen_parts_[i]);  // of a parameter that was frozen since
     }
   }
 
-  /// A clear of the parameters, once a step of the plain loop is complete, is one of the parts.
-  void settle_cleared() {
+  /// A clear of the parameters, once a step of the plain loop is complete, is one of the parts, and is so once: what the program puts on a part afterwards
+  /// stays. Where a step is about to use parts, one with another gradient than it was last seen with was given that behind the clear; where a backward pass
+  /// comes next, it may as well be what was made of this step's gradient before.
+  void settle_cleared(bool before_gradients) {
+    const c10::NoGradGuard no_grad;
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!is_handed_[i]) continue;
       const at::Tensor& gradient = parameters_[i].tensor.grad();
       at::Tensor part = shards_[i].tensor.grad();
+      const bool cleared = nn::is_cleared(gradient), stays = !before_gradients && was_put(i);
       if (!gradient.defined()) {
-        set_gradient(shards_[i].tensor, {});
+        if (!stays) set_gradient(shards_[i].tensor, {});
         is_handed_[i] = false;
-      } else if (nn::is_cleared(gradient) && part.defined()) {
-        const c10::NoGradGuard no_grad;
+      } else if (cleared && part.defined() && !stays) {
         part.zero_();
+        if (!nn::is_gradient_guard(part)) zeroed_parts_[i] = {part, part._version()};
       }
+      if (cleared) nn::arm(gradient);
+      if (gradient.defined() && !nn::is_gradient_guard(part)) seen_parts_[i] = part;
     }
+  }
+
+  /// Whether the part has a gradient that it was not seen with: the program's.
+  bool was_put(size_t i) const {
+    const at::Tensor& part = shards_[i].tensor.grad();
+    return part.defined() && !nn::is_gradient_guard(part) && !part.is_same(seen_parts_[i]);
+  }
+
+  void show_guard(size_t i) {
+    nn::arm(guards_[i]);
+    set_gradient(parameters_[i].tensor, guards_[i]);
   }
 
   bool is_replaced(size_t i) const { return buckets_[slot_of_[i].bucket].is_replaced(slot_of_[i].slot); }
@@ -383,8 +441,9 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     if (!gradient.defined()) is_zeroed_[i] = false;
     if (drop_cleared(i)) is_zeroed_[i] = gradient.defined();
     if (arrived_[i] || !gradient.defined()) return;
-    if (!nn::is_gradient_guard(gradient)) {  // from before this object: the same on all ranks, each takes its part
+    if (!nn::is_gradient_guard(gradient)) {  // the program's: where it is the same on all ranks each takes its part
       const c10::NoGradGuard no_grad;
+      note_given(i, gradient);
       const auto run = owned(i).first;
       carried_[i] = gradient.reshape({-1}).narrow(0, run.begin, run.size).view(shards_[i].tensor.sizes()).clone();
     }
@@ -419,11 +478,16 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   /// None where nobody used the parameter, and none was there before: as on one process, optimizers skip it then.
   at::Tensor hand_over(size_t i, bool has_gradient) override {
     has_gradient |= is_zeroed_[i];
-    set_gradient(parameters_[i].tensor, has_gradient ? guards_[i] : at::Tensor());
     is_handed_[i] = plain_ && has_gradient;
-    if (!has_gradient) return {};
-    nn::arm(guards_[i]);
+    zeroed_parts_[i] = {};
+    seen_parts_[i].reset();
+    if (!has_gradient) {
+      set_gradient(parameters_[i].tensor, {});
+      return {};
+    }
+    show_guard(i);
     const at::Tensor part = gradient_shard(i);
+    if (plain_) seen_parts_[i] = part;
     set_gradient(shards_[i].tensor, part);
     return part;
   }
@@ -438,9 +502,10 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     const bool zeroed = nn::is_cleared(gradient) || gradient_writes_.zeroed(i, gradient);
     if (!gradient.defined() || zeroed) carried_[i].reset();  // by the program
     if (zeroed || (is_zeroed_[i] && gradient.defined())) carried_[i] = at::zeros(shards_[i].tensor.sizes(), buckets_[slot_of_[i].bucket].gradient_options());
-    set_gradient(parameters_[i].tensor, carried_[i].defined() ? guards_[i] : at::Tensor());
-    if (!carried_[i].defined()) return;
-    nn::arm(guards_[i]);
+    zeroed_parts_[i] = {};
+    seen_parts_[i] = carried_[i];
+    if (!carried_[i].defined()) return set_gradient(parameters_[i].tensor, {});
+    show_guard(i);
     set_gradient(shards_[i].tensor, std::exchange(carried_[i], {}));
     is_handed_[i] = plain_;
   }
@@ -452,11 +517,14 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   std::vector<FlatBucket> buckets_;
   std::vector<Place> slot_of_;  ///< by parameter
   std::vector<nn::NamedParameter> shards_;
-  std::vector<at::Tensor> guards_;     ///< by parameter: what stands for its gradient when that lies in parts
-  std::vector<bool> is_zeroed_;        ///< by parameter: there was one, and the program has made it zero: so optimizers go on, though nobody uses it
-  std::vector<bool> is_handed_;        ///< by parameter: a step of the plain loop has left its guard and its part
-  std::vector<Mark> marks_;            ///< of a step that is complete, until its parts were brought together
-  std::vector<int64_t> late_updates_;  ///< by parameter: those that were brought together
+  std::vector<at::Tensor> guards_;        ///< by parameter: what stands for its gradient when that lies in parts
+  std::vector<bool> is_zeroed_;           ///< by parameter: there was one, and the program has made it zero: so optimizers go on, though nobody uses it
+  std::vector<bool> is_handed_;           ///< by parameter: a step of the plain loop has left its guard and its part
+  std::vector<at::Tensor> seen_parts_;    ///< by parameter: the gradient of its part, as the wrapper has left or last seen it
+  std::vector<ZeroedPart> zeroed_parts_;  ///< by parameter
+  std::vector<Mark> marks_;               ///< of a step that is complete, until its parts were brought together
+  std::vector<int64_t> part_versions_;    ///< by parameter, when parts were brought together last
+  std::vector<int64_t> late_updates_;     ///< by parameter: those that were brought together
   bool has_started_ = false;
 };
 
@@ -472,6 +540,7 @@ void ShardedDataParallel::after_update() { impl_->after_update(); }
 const SynchronizationStatistics& ShardedDataParallel::statistics() const { return impl_->statistics(); }
 std::vector<nn::NamedParameter> ShardedDataParallel::updated() const { return impl_->shards(); }
 comm::Group ShardedDataParallel::norm_group() const { return impl_->norm_group(); }
+void ShardedDataParallel::refuse_gradients_that_wait(const std::string& who) const { impl_->refuse_gradients_that_wait(who); }
 void ShardedDataParallel::clear_gradients() { impl_->clear_gradients(); }
 std::vector<int64_t> ShardedDataParallel::held_elements(int rank) const { return impl_->held_elements(rank); }
 Slice ShardedDataParallel::slice_on(int rank, const at::Tensor& updated) const { return impl_->slice_on(rank, updated); }

@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -72,6 +73,7 @@ class [[nodiscard]] ShardedDataParallel final : public GradientSynchronizer {
   const SynchronizationStatistics& statistics() const override;
   std::vector<nn::NamedParameter> updated() const override;
   comm::Group norm_group() const override;
+  void refuse_gradients_that_wait(const std::string& who) const override;
   void clear_gradients() override;
   std::vector<int64_t> held_elements(int rank) const override;
   Slice slice_on(int rank, const at::Tensor& updated) const override;

@@ -207,7 +207,8 @@ void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Sync
 
 void refuse_gradients_that_wait(const Synchronizers& synchronizers) {
   for (const auto* synchronizer : synchronizers) {
-    for (const auto& updated : synchronizer->updated()) require(!waiting_parameter(updated).defined(), waiting_message(updated.name));
+    for (const auto& updated : nn::owned_by(*synchronizer)) require(!waiting_parameter(updated).defined(), waiting_message(updated.name));
+    synchronizer->refuse_gradients_that_wait("zero_optimizer");
   }
 }
 

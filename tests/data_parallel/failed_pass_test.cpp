@@ -9,6 +9,7 @@
 #include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
+#include "tessera/data_parallel/power_sgd.h"
 
 namespace tessera {
 namespace {
@@ -111,6 +112,33 @@ TEST(FailedPass, IsHeardOfOnOtherRanks) {
     pass(1, false);
     for (const at::Tensor& parameter : model.parameters()) EXPECT_TRUE(parameter.grad().defined());
   });
+}
+
+/// Ranks that have begun unlike numbers of steps begin to compress in the same one.
+TEST(FailedPass, IsNoStepOfPowerSgd) {
+  for (const int fails : {0, 1}) {
+    comm::run_ranks(2, [&](comm::World& world) {
+      Branching model;
+      const auto hook = std::make_shared<PowerSgd>(PowerSgdOptions{.rank = 1, .start = 2, .min_compression = 0});
+      DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true, .hook = hook});
+      const auto pass = [&](int step, bool stops) { model.forward(rows(step, world.rank()), true, stops).square().sum().backward(); };
+      const auto is_compressed = [&] {  // what is owed says so
+        return std::ranges::any_of(hook->state(),
+                                   [](const HookTensor& held) { return held.name.starts_with("powersgd.error") && held.tensor.any().item<bool>(); });
+      };
+      for (int step = 0; step < 3; ++step) {
+        model.zero_grad();
+        const bool drops = step == 1 && world.rank() >= fails;  // one rank, or all
+        {
+          const Attachment local = ddp.no_sync();
+          if (drops) EXPECT_ANY_THROW(pass(10 + step, true));
+          pass(10 + step, false);
+        }
+        pass(step, false);
+        EXPECT_EQ(is_compressed(), step == 2) << "step " << step;
+      }
+    });
+  }
 }
 
 }  // namespace

@@ -1052,5 +1052,62 @@ TEST(TreePlainLoop, WhatIsUnfrozenWithinARunIsRefused) {
   });
 }
 
+/// Gradients of torch::autograd::grad that are put on parameters meet no other rank's.
+TEST(DdpPlainLoop, AGradientOfThisRankAloneIsNotAddedTo) {
+  for (const int ranks : {2, 3}) {
+    for (const bool find_unused : {false, true}) {
+      run_ranks(ranks, [&](World& world) {
+        Net net;
+        DistributedDataParallel ddp(net, world.group(), {.sizes = small_buckets, .find_unused_parameters = find_unused});
+        const Batch mine = part_of(whole_batch(samples), ranks, world.rank());
+        const auto put = [&](bool summed) {
+          const auto gradients = torch::autograd::grad({loss_of(net.forward(mine.x), mine.y, samples)}, net.parameters());
+          for (size_t i = 0; i < gradients.size(); ++i) {
+            net.parameters()[i].mutable_grad() = gradients[i].clone();
+            if (summed) comm::all_reduce(world.group(), net.parameters()[i].mutable_grad());
+          }
+        };
+        put(/*summed=*/false);
+        for (int pass = 0; pass < 2; ++pass) {  // a loop that goes on after a refusal has cleared nothing
+          EXPECT_THAT(refusal([&] { backward(net, mine); }), HasSubstr("the program has put a gradient on 'scale'"));
+        }
+        net.zero_grad();
+        backward(net, mine);
+        std::vector<at::Tensor> twice;
+        for (const at::Tensor& gradient : gradients_of(net)) twice.push_back(gradient * 2);
+        net.zero_grad(/*set_to_none=*/false);
+        backward(net, mine);
+        backward(net, mine);
+        EXPECT_LT(largest_difference(gradients_of(net), twice), parity);
+        put(/*summed=*/true);
+        backward(net, mine);
+        EXPECT_LT(largest_difference(gradients_of(net), twice), parity);
+        if (world.rank() == 0) net.parameters()[0].mutable_grad().mul_(3);  // by what this rank alone has seen
+        EXPECT_THAT(refusal([&] { backward(net, mine); }), HasSubstr("the program has put a gradient on 'scale'"));
+      });
+    }
+  }
+}
+
+TEST(DdpPlainLoop, GradientsThatWaitAreNoNorm) {
+  run_ranks(2, [](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+    const auto ask = [&] { ddp.refuse_gradients_that_wait("clip_grad_norm"); };
+    EXPECT_NO_THROW(ask());
+    for (const bool clears : {true, false}) {
+      const Attachment local = ddp.no_sync();
+      backward(net, mine);
+      EXPECT_THAT(refusal(ask), HasSubstr("clip_grad_norm: the gradient of 'scale' waits whole on this rank"));
+      if (!clears) break;
+      net.zero_grad();
+      EXPECT_NO_THROW(ask());
+    }
+    backward(net, mine);
+    EXPECT_NO_THROW(ask());
+  });
+}
+
 }  // namespace
 }  // namespace tessera

@@ -1,5 +1,7 @@
 #include <gmock/gmock.h>
+#include <torch/csrc/autograd/autograd.h>
 
+#include "tessera/comm/collectives.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/mesh/mesh.h"
 #include "tests/fsdp/support.h"
@@ -109,6 +111,45 @@ TEST(FullyShardHybrid, AGradientFromBeforeTheWrapperIsRefusedWithOneShardToo) {
       EXPECT_THAT(refusal([&] { loss_of(net(mine.x), mine.y, samples).backward(); }), ::testing::HasSubstr("has met no other rank's"));
     }
   });
+}
+
+/// No more is a gradient that the program puts there.
+TEST(FullyShardHybrid, AGradientOfThisRankAloneIsRefusedWithOneShardToo) {
+  for (const bool find_unused : {false, true}) {
+    for (const bool each : {true, false}) {
+      run_ranks(3, [&](World& world) {
+        DeepNet net;
+        const Batch mine = part_of(whole_batch(samples), 3, world.rank());
+        const auto sharded =
+            fully_shard(net, comm::Group::self(), {.reduce_each_micro_batch = each, .find_unused_parameters = find_unused, .replicate = world.group()});
+        std::vector<at::Tensor> parameters = net->parameters();
+        std::erase_if(parameters, [](const at::Tensor& parameter) { return !parameter.requires_grad(); });
+        const auto pass = [&] { loss_of(net(mine.x), mine.y, samples).backward(); };
+        const auto step = [&] { sharded->refuse_gradients_that_wait("zero_optimizer"); };  // as an optimizer does before it
+        const auto put = [&](bool summed) {
+          const auto gradients = torch::autograd::grad({loss_of(net(mine.x), mine.y, samples)}, parameters);
+          for (size_t i = 0; i < gradients.size(); ++i) {
+            at::Tensor given = gradients[i].detach().clone();  // one tensor of a tied parameter is there twice
+            if (summed) comm::all_reduce(world.group(), given);
+            at::Tensor(parameters[i]).mutable_grad() = given;
+          }
+        };
+        pass();
+        EXPECT_NO_THROW(step());
+        const at::Tensor once = parameters[0].grad().clone();
+        net->zero_grad();
+        put(/*summed=*/false);
+        EXPECT_THAT(refusal(step), ::testing::HasSubstr("fully_shard: the program has put a gradient on '"));
+        EXPECT_THAT(refusal(pass), ::testing::HasSubstr("fully_shard: the program has put a gradient on '"));
+        net->zero_grad();
+        put(/*summed=*/true);
+        EXPECT_NO_THROW(step());
+        EXPECT_NO_THROW(pass());
+        EXPECT_LT((parameters[0].grad() - 2 * once).abs().max().item<double>(), parity);
+        EXPECT_NO_THROW(step());
+      });
+    }
+  }
 }
 
 }  // namespace

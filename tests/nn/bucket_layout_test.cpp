@@ -97,6 +97,14 @@ TEST(BucketLayout, EveryGradientOnceWithinTheLimitsForRandomShapes) {
   }
 }
 
+TEST(BucketLayout, APlanOfComplexGradientsIsReadBack) {
+  for (const at::ScalarType dtype : {at::kComplexFloat, at::kComplexDouble}) {
+    const std::vector<GradientSpec> gradients{{"a", 3, dtype}, {"b", 5, at::kDouble}};
+    const BucketLayout plan = make_bucket_layout(gradients);
+    EXPECT_EQ(bucket_layout_from_json(nlohmann::json::parse(to_json(plan).dump())), plan);
+  }
+}
+
 TEST(BucketLayout, RefusesSizesBelowOne) {
   EXPECT_THAT(refusal([] { make_bucket_layout(four, {.bucket_bytes = 0}); }), HasSubstr("zero.bucket_bytes = 0"));
   EXPECT_THAT(refusal([] { make_bucket_layout(four, {.bucket_bytes = 1, .first_bucket_bytes = -1}); }), HasSubstr("first_bucket_bytes = -1"));

@@ -186,6 +186,45 @@ TEST(ClipWrapped, SeveralWrappersInOneModelAndPartsOfOne) {
   });
 }
 
+TEST(ClipWrapped, APartOfAModelMayHaveANewerWrapper) {
+  Net reference;
+  backward(reference, whole_batch(samples));
+  const double expected = torch::nn::utils::clip_grad_norm_(reference.parameters(), max_norm);
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      Net net;
+      ShardedDataParallel older(net, {.shard = world.group()}, {.stage = 2});
+      DistributedDataParallel newer(*net.middle, world.group());
+      backward(net, part_of(whole_batch(samples), ranks, world.rank()));
+      EXPECT_NEAR(clip_grad_norm(net, max_norm).item<double>(), expected, 1e-4 * expected);
+    });
+  }
+}
+
+TEST(ClipWrapped, NothingIsClippedWithinAnAccumulation) {
+  run_ranks(2, [](World& world) {
+    Net net;
+    const auto refused = [&](GradientSynchronizer& wrapper) {
+      const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+      {
+        const Attachment local = wrapper.no_sync();
+        backward(net, mine);
+        EXPECT_THAT(refusal([&] { clip_grad_norm(net, max_norm); }), HasSubstr("clip_grad_norm: the gradient of 'scale' waits whole on this rank"));
+        EXPECT_THAT(refusal([&] { clip_grad_norm(wrapper, max_norm); }), HasSubstr("waits whole on this rank"));
+      }
+      backward(net, mine);
+      EXPECT_GT(clip_grad_norm(net, max_norm).item<double>(), 0);
+      net.zero_grad();
+    };
+    {
+      DistributedDataParallel ddp(net, world.group());
+      refused(ddp);
+    }
+    ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 2});
+    refused(zero);
+  });
+}
+
 /// LBFGS computes with whole vectors, which a rank has under DDP alone: there its closure returns the loss of all ranks, and every rank takes the same steps.
 TEST(ClipWrapped, LbfgsNeedsWholeParametersAndALossOfAllRanks) {
   const auto make = [](const std::vector<at::Tensor>& tensors) {

@@ -1095,5 +1095,165 @@ TEST(ZeroPlainLoop, TheInnerStepIsNamedWhereItsPartsWereLeftApart) {
   });
 }
 
+std::vector<at::Tensor> local_gradients(Net& net, const Batch& mine) {
+  return torch::autograd::grad({loss_of(net.forward(mine.x), mine.y, samples)}, net.parameters());
+}
+
+/// As on one process. What the update leaves alone is another matter: a graph over that goes on.
+TEST(ZeroPlainLoop, AGraphFromBeforeAnUpdateIsRefused) {
+  for (const int ranks : {2, 3}) {
+    for (const int stage : {1, 2}) {
+      run_ranks(ranks, [&](World& world) {
+        Net net;
+        for (at::Tensor parameter : net.last->parameters()) parameter.set_requires_grad(false);
+        ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = stage, .sizes = small_buckets});
+        auto optimizer = zero_optimizer(zero, make_adam);
+        const Batch mine = part_of(whole_batch(samples), ranks, world.rank());
+        const at::Tensor loss = loss_of(net.forward(mine.x), mine.y, samples);
+        const at::Tensor hidden = mine.x.new_ones({2, 7}).requires_grad_(), over_frozen = net.last(hidden).square().sum();
+        backward(net, mine);
+        optimizer.step();
+        EXPECT_THAT([&] { loss.backward(); }, ::testing::ThrowsMessage<std::exception>(HasSubstr("modified by an inplace operation")));
+        EXPECT_NO_THROW((void)torch::autograd::grad({over_frozen}, {hidden}));
+        {  // libtorch's SGD hides its writes from one process, too
+          Net other;
+          ShardedDataParallel hidden_from(other, {.shard = world.group()}, {.stage = stage, .sizes = small_buckets});
+          auto sgd = zero_optimizer(hidden_from, [](std::vector<at::Tensor> parts) { return std::make_unique<torch::optim::SGD>(std::move(parts), 0.1); });
+          const at::Tensor before = loss_of(other.forward(mine.x), mine.y, samples);
+          backward(other, mine);
+          sgd.step();
+          EXPECT_NO_THROW(before.backward());
+        }
+        optimizer.zero_grad();
+        backward(net, mine);
+        const at::Tensor unchanged = loss_of(net.forward(mine.x), mine.y, samples);
+        optimizer.zero_grad();
+        optimizer.step();  // with nothing
+        EXPECT_NO_THROW(unchanged.backward());
+      });
+    }
+  }
+}
+
+TEST(ZeroPlainLoop, AGradientOfThisRankAloneIsNotAddedTo) {
+  for (const int ranks : {2, 3}) {
+    for (const int stage : {1, 2}) {
+      for (const bool find_unused : {false, true}) {
+        run_ranks(ranks, [&](World& world) {
+          Net net;
+          ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = stage, .sizes = small_buckets, .find_unused_parameters = find_unused});
+          const Batch mine = part_of(whole_batch(samples), ranks, world.rank());
+          const auto put = [&](const std::vector<at::Tensor>& gradients) {
+            for (size_t i = 0; i < gradients.size(); ++i) net.parameters()[i].mutable_grad() = gradients[i].clone();
+          };
+          put(local_gradients(net, mine));
+          EXPECT_THAT(refusal([&] { backward(net, mine); }), AllOf(HasSubstr("the program has put a gradient on 'scale'"), HasSubstr("on all ranks")));
+          net.zero_grad();
+          backward(net, mine);
+          const std::vector<at::Tensor> once = [&] {
+            std::vector<at::Tensor> parts;
+            for (const auto& part : zero.updated()) parts.push_back(part.tensor.grad().clone());
+            return parts;
+          }();
+          net.zero_grad();
+          auto summed = local_gradients(net, mine);
+          for (at::Tensor& gradient : summed) comm::all_reduce(world.group(), gradient);
+          put(summed);
+          backward(net, mine);
+          for (size_t i = 0; i < once.size(); ++i) EXPECT_LT(largest_difference({zero.updated()[i].tensor.grad()}, {once[i] * 2}), parity) << i;
+        });
+      }
+    }
+  }
+}
+
+/// The contract's route for gradients that no backward pass brings.
+TEST(ZeroPlainLoop, WhatIsPutOnAPartBehindAClearStays) {
+  for (const bool set_to_none : {true, false}) {
+    for (const bool kept : {true, false}) {
+      for (const bool then_adds : {true, false}) {
+        const auto loop = [&](Net& net, const auto& step, const auto& put, const Batch& first, const Batch& second, const Batch& third) {
+          backward(net, first);
+          step();
+          net.zero_grad(set_to_none);
+          put(local_gradients(net, second));
+          if (!then_adds) return step();
+          step();
+          backward(net, third);
+          step();
+        };
+        Net whole;
+        const auto alone = make_sgd(whole.parameters());
+        loop(
+            whole, [&] { alone->step(); },
+            [&](const std::vector<at::Tensor>& gradients) {
+              for (size_t i = 0; i < gradients.size(); ++i) whole.parameters()[i].mutable_grad() = gradients[i];
+            },
+            whole_batch(samples, 0), whole_batch(samples, 1), whole_batch(samples, 2));
+        for (const int stage : {1, 2}) {
+          run_ranks(3, [&](World& world) {
+            Net net;
+            ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = stage, .sizes = small_buckets});
+            auto optimizer = zero_optimizer(zero, make_sgd);
+            const std::vector<at::Tensor> parts = optimizer.inner().param_groups()[0].params();
+            const auto mine = [&](int64_t i) { return part_of(whole_batch(samples, i), 3, world.rank()); };
+            loop(
+                net, [&] { optimizer.step(); },
+                [&](std::vector<at::Tensor> gradients) {
+                  for (at::Tensor& gradient : gradients) comm::all_reduce(world.group(), gradient);
+                  const auto updated = kept ? std::vector<nn::NamedParameter>() : zero.updated();
+                  for (size_t i = 0; i < parts.size(); ++i) {
+                    at::Tensor part = kept ? parts[i] : updated[i].tensor;
+                    int64_t begin = 0;
+                    for (int rank = 0; rank < world.rank(); ++rank) begin += zero.slice_on(rank, part).numel();
+                    part.mutable_grad() = gradients[i].reshape({-1}).narrow(0, begin, part.numel()).view(part.sizes()).clone();
+                  }
+                },
+                mine(0), mine(1), mine(2));
+            EXPECT_LT(largest_difference(weights_of(net), weights_of(whole)), 10 * parity) << "stage " << stage << ", to none " << set_to_none;
+          });
+        }
+      }
+    }
+  }
+}
+
+/// Whatever was made of a step's gradients before the model cleared them, as who leaves an update out does, is not added to the next step's.
+TEST(ZeroPlainLoop, WhatWasMadeOfGradientsBeforeAClearIsCleared) {
+  for (const bool set_to_none : {true, false}) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 2});
+      const auto pass = [&] { backward(net, part_of(whole_batch(samples), 2, world.rank())); };
+      const auto gradients = [&] {
+        std::vector<at::Tensor> parts;
+        for (const auto& part : zero.updated()) parts.push_back(part.tensor.grad().clone());
+        return parts;
+      };
+      pass();
+      const std::vector<at::Tensor> once = gradients();
+      for (const auto& part : zero.updated()) at::Tensor(part.tensor).mutable_grad() = part.tensor.grad() * 0.5;
+      net.zero_grad(set_to_none);
+      pass();
+      EXPECT_TRUE(same_bits(gradients(), once)) << "to none " << set_to_none;
+    });
+  }
+}
+
+TEST(ZeroPlainLoop, GradientsThatWaitAreNoNorm) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    ShardedDataParallel zero(net, groups_of(world, 1), {.stage = 2});
+    const auto ask = [&] { zero.refuse_gradients_that_wait("clip_grad_norm"); };
+    {
+      const Attachment local = zero.no_sync();
+      backward(net, part_of(whole_batch(samples), 2, world.rank()));
+    }
+    EXPECT_THAT(refusal(ask), HasSubstr("clip_grad_norm: the gradient of 'scale' waits whole on this rank"));
+    backward(net, part_of(whole_batch(samples), 2, world.rank()));
+    EXPECT_NO_THROW(ask());
+  });
+}
+
 }  // namespace
 }  // namespace tessera
