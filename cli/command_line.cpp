@@ -99,6 +99,11 @@ std::string Option::name() const { return option_->get_name(); }
 Command Command::add_command(const std::string& name, const std::string& about) { return Command(*app_->add_subcommand(name, about)); }
 void Command::requires_command() { app_->require_subcommand(1); }
 bool Command::has_chosen_command() const { return !app_->get_subcommands().empty(); }
+std::vector<std::string> Command::given() const {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app_->parse_order()) names.push_back(option->get_name());
+  return names;
+}
 
 template <class T>
 Option Command::add_option(const std::string& names, T& value, const std::string& about) {
@@ -120,7 +125,9 @@ Option Command::add_option(const std::string& names, const std::function<void(co
 }
 
 Option Command::add_flag(const std::string& names, bool& value, const std::string& about) { return Option(*app_->add_flag(names, value, about)); }
-Option Command::add_flag(const std::string& names, std::string& value, const std::string& about) { return Option(*app_->add_flag(names, value, about)); }
+Option Command::add_flag(const std::string& names, std::string& value, const std::string& about) {
+  return Option(*app_->add_flag(names, value, about)->multi_option_policy(CLI::MultiOptionPolicy::Throw));
+}
 
 void Command::takes_all_that_follows() {
   app_->set_help_flag();

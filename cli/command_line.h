@@ -43,6 +43,8 @@ class Command {
   Command add_command(const std::string& name, const std::string& about);
   void requires_command();
   bool has_chosen_command() const;
+  /// Names of the flags and words that were given, in their order.
+  std::vector<std::string> given() const;
 
   /// `names`: "--seed", "-o,--output", or without dashes a word by its place. T: a string, int, int64_t, size_t, double, lists of strings and of int64_t, and
   /// what of these may be missing.

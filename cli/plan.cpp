@@ -130,7 +130,7 @@ void check_outputs(const PlanFlags& flags, const Config& config) {
 void add_plan(Command app, int& exit_code) {
   auto flags = std::make_shared<PlanFlags>();
   auto command = app.add_command("plan", "What a run needs on each rank, from a dry run of its very step");
-  command.add_option("what", flags->what, "Configuration (TOML), or the name of a preset").required();
+  command.add_option("configuration", flags->what, "Configuration (TOML), or the name of a preset").required();
   auto world_option = command.add_option("--world", flags->world, "Ranks").shows_default();
   command.add_option("--set", flags->sets, "key=value, over the file; may be given again").one_at_a_time();
   command.add_flag("--json", flags->json, "Print JSON");

@@ -113,8 +113,8 @@ void check_request(const schedules::Request& request) {
     throw ConfigError(detail::concat(request.name, ": no such schedule, and no CSV file; did you mean ", nearest(request.name, names),
                                      "? There are: ", fmt::format("{}", fmt::join(names, " "))));
   }
-  require(request.ranks != 0, request.name, ": --stages = 0: say how many ranks the pipeline has, at least 1");
-  require(request.micro_batches != 0, request.name, ": --micro-batches = 0: say how many a step has, at least 1");
+  require(request.ranks != 0, request.name, ": --stages: say how many ranks the pipeline has, at least 1");
+  require(request.micro_batches != 0, request.name, ": --micro-batches: say how many a step has, at least 1");
 }
 
 struct Simulated {
@@ -224,7 +224,12 @@ void add_schedule(Command app, int& exit_code) {
   command.add_option("--trace", flags->trace, "Write it for Perfetto (JSON)");
   command.add_flag("--list", flags->list, "Say which schedules there are");
   command.add_flag("--json", flags->json, "Print JSON");
-  command.when_chosen([flags, &exit_code] { exit_code = show_schedule(*flags); });
+  command.when_chosen([flags, command, &exit_code] {
+    for (const std::string& given : command.given()) {
+      require(!flags->list || given == "--list" || given == "--json", "--list shows all schedules; leave ", given, " out");
+    }
+    exit_code = show_schedule(*flags);
+  });
 }
 
 }  // namespace tessera::cli

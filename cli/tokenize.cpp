@@ -73,13 +73,17 @@ void add_tokenize(Command app, int& exit_code) {
   auto type = command.add_option("--type", flags->training.type, "SentencePiece model type: bpe or unigram").shows_default();
   auto sample = command.add_option("--sample-bytes", flags->training.sample_bytes, "Text to train on, spread evenly over FILES; 0 = all of it").shows_default();
   command.add_option("--tokenizer", flags->tokenizer, "Pack FILES with this one: byte, or a .model");
-  command.add_option("--documents", flags->documents, "Cut FILES into documents, as data.documents: none, files, paragraphs or lines").shows_default();
-  command.add_flag("--bos", flags->bos, "Begin each of them with the tokenizer's beginning-of-text id, as data.bos");
+  auto documents =
+      command.add_option("--documents", flags->documents, "Cut FILES into documents, as data.documents: none, files, paragraphs or lines").shows_default();
+  auto bos = command.add_flag("--bos", flags->bos, "Begin each of them with the tokenizer's beginning-of-text id, as data.bos");
   command.add_option("-o,--output", flags->output, "The .model, or the packed .bin, to write");
   command.add_option("files", flags->files, "Text: plain, .gz or .dz").required();
-  command.when_chosen([flags, size, type, sample, &exit_code] {
+  command.when_chosen([flags, size, type, sample, documents, bos, &exit_code] {
     for (const Option& of_training : {size, type, sample}) {
       if (!flags->train && of_training.given()) log().warn("{}: has no effect without --train", of_training.name());
+    }
+    for (const Option& of_packing : {documents, bos}) {
+      if (flags->train && of_packing.given()) log().warn("{}: has no effect with --train; it is for packing text with the tokenizer", of_packing.name());
     }
     flags->train ? train_tokenizer(*flags) : pack(*flags);
     exit_code = 0;

@@ -19,6 +19,8 @@ std::string said(std::vector<std::string> words) {
   generate.add_option("--max-tokens", most);
   generate.add_option("--temperature", size);
   bench.add_command("comm", "about").add_option("--sizes", size);
+  std::string place;
+  bench.add_flag("--report{}", place, "about");
   words.insert(words.begin(), "tessera");
   std::vector<char*> argv;
   for (auto& word : words) argv.push_back(word.data());
@@ -37,6 +39,7 @@ TEST(CommandLine, AFlagThatThereIsNotIsNamedWithTheNearest) {
   EXPECT_THAT(said({"bench", "comm", "--size", "5"}), HasSubstr("not expected: --size 5; the flag nearest to --size is --sizes"));
   EXPECT_THAT(said({"generate", "one", "two"}), HasSubstr("not expected: one two; --help"));
   EXPECT_THAT(said({"generate", ""}), HasSubstr("an argument is empty"));
+  EXPECT_THAT(said({"bench", "--report=a", "--report=b"}), HasSubstr("--report: is given 2 times; give it once"));
 }
 
 }  // namespace

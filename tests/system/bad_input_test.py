@@ -381,6 +381,9 @@ class BadInput(SystemTest):
         text = self.folder / "text.txt"
         self.assertIn("vocab-size = -5", self.refusal(run("tokenize", text, "--train", "--vocab-size", -5)))
         self.assertIn("--tokenizer = nope", self.refusal(run("tokenize", text, "--tokenizer", "nope")))
+        trained = run("tokenize", text, "--train", "--vocab-size", 300, "--bos", "--documents", "lines", "-o", self.folder / "flags.model")
+        for flag in ("--bos", "--documents"):
+            self.assertIn(f"{flag}: has no effect with --train", trained.stderr)
         self.assertIn("--sample-bytes = -10", self.refusal(run("tokenize", text, "--train", "--vocab-size", 300, "--sample-bytes", -10)))
         for port in (65536, 95526):
             self.assertIn(f"--master-port = {port}: a port, 1 to 65535", self.refusal(run("run", "--master-port", port, "--", "true")))
