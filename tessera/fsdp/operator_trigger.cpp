@@ -138,7 +138,7 @@ bool OperatorTrigger::wants_whole(const c10::FunctionSchema& schema, Arguments a
   if (at::GradMode::is_enabled() && begins_between_calls(schema, arguments, use)) return true;
   if (use == OperatorUse::Unlike) return at::GradMode::is_enabled() || agrees_on_whole(schema, arguments, /*forward=*/!module_.is_training());
   if (use == OperatorUse::Alike) return !at::GradMode::is_enabled() && forward_in_evaluation(schema, arguments);
-  return evaluating_ || (use == OperatorUse::Alone && !makes_views(schema) && !module_.is_training());
+  return evaluating_ || (use == OperatorUse::Alone && !module_.is_training());
 }
 
 /// Whether an operator is one of a forward where autograd records what is made of a parameter and no call is under way: a method of the program's own uses it,

@@ -1,6 +1,7 @@
 // What calls do not show, what was called wrongly, and what comes after a wrapper: it works, or it is refused by name.
 
 #include <atomic>
+#include <functional>
 #include <string>
 #include <thread>
 
@@ -151,6 +152,48 @@ TEST(FullyShard, AMethodOfTheRootsOwnUsesItsParameters) {
                   EXPECT_NEAR(net->loss(x).item<double>(), loss, 1e-5);
                 },
                 {.timeout = std::chrono::seconds(20)});
+    }
+  }
+}
+
+/// A parameter of the root by views, before any layer.
+struct ViewedImpl : nn::Module {
+  explicit ViewedImpl(std::function<at::Tensor(const at::Tensor&)> of) : of(std::move(of)), layer(5, 5) {
+    register_module("layer", layer);
+    positions = register_parameter("positions", at::zeros({2, 5}));
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return layer(x * of(positions)); }
+  std::function<at::Tensor(const at::Tensor&)> of;
+  nn::Linear layer;
+  at::Tensor positions;
+};
+TESSERA_MODULE(Viewed);
+
+TEST(FullyShard, AnEvaluationPastTheHolderOfViewsOfAParameter) {
+  using Of = std::function<at::Tensor(const at::Tensor&)>;
+  const std::vector<Of> all{
+      [](const at::Tensor& w) { return w.narrow(1, 0, 5).mean(); },
+      [](const at::Tensor& w) { return w.narrow(0, 1, 1); },
+      [](const at::Tensor& w) { return w.select(0, 1); },
+      [](const at::Tensor& w) { return w.t().norm(); },
+      [](const at::Tensor& w) { return w.unsqueeze(0).sum(1); },
+      [](const at::Tensor& w) { return w.expand({2, 2, 5}).amax(); },
+      [](const at::Tensor& w) { return w.view({-1}).slice(0, 5).sum(); },
+  };
+  for (size_t i = 0; i < all.size(); ++i) {
+    Viewed whole(all[i]);
+    const at::Tensor x = whole_batch(samples).x;
+    const at::NoGradGuard no_grad;
+    const at::Tensor expected = whole->forward(x);
+    for (const int ranks : {1, 2, 3}) {
+      run_ranks(ranks, [&](World& world) {
+        Viewed net(all[i]);
+        const auto sharded = fully_shard(net, world.group(), {.wrap = "layer"});
+        net->eval();
+        EXPECT_LT((net->forward(x) - expected).abs().max().item<double>(), 1e-5) << i << " on " << ranks;
+        EXPECT_EQ(net->positions.size(0), nn::slice_of(net->positions).local_shape()[0]) << "whole behind the forward";
+      });
     }
   }
 }
