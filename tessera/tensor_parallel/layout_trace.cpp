@@ -30,6 +30,28 @@ bool comes_apart(const nn::OperatorCall& operation) {
   return handle && handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
+/// What a program gives its model lies where it does in a run, and the weights on meta.
+void bring_to_meta(nn::OperatorCall& operation) {
+  const size_t count = operation.schema().arguments().size();
+  const auto first = operation.stack().end() - static_cast<std::ptrdiff_t>(count);
+  const auto on_meta = [](const at::Tensor& tensor) { return tensor.defined() && tensor.is_meta(); };
+  const bool any = std::any_of(first, operation.stack().end(), [&](const c10::IValue& value) {
+    if (value.isTensor()) return on_meta(value.toTensor());
+    return value.isTensorList() && std::ranges::any_of(value.toTensorVector(), on_meta);
+  });
+  if (!any) return;
+  const auto brought = [](const at::Tensor& tensor) { return tensor.defined() && tensor.is_cpu() && tensor.dim() > 0 ? tensor.to(at::kMeta) : tensor; };
+  for (auto value = first; value != operation.stack().end(); ++value) {
+    if (value->isTensor()) {
+      *value = brought(value->toTensor());
+    } else if (value->isTensorList()) {
+      c10::List<at::Tensor> tensors;
+      for (const at::Tensor& tensor : value->toTensorVector()) tensors.push_back(brought(tensor));
+      *value = std::move(tensors);
+    }
+  }
+}
+
 /// Attention as libtorch writes it has no kernel there with a mask.
 void run_on_meta(nn::OperatorCall& operation) {
   if (operation.name() != "aten::scaled_dot_product_attention" || !operation.arguments()[0].toTensor().is_meta()) {
@@ -270,6 +292,7 @@ void LayoutTrace::run(nn::OperatorCall& operation, const RuleCall& call, const s
 }
 
 void LayoutTrace::call(nn::OperatorCall& operation) {
+  bring_to_meta(operation);
   if (trusted_ > 0) return operation.run();
   const std::vector<c10::IValue> arguments = operation.arguments().vec();
   RuleCall call{.schema = operation.schema(),

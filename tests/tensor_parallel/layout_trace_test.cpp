@@ -125,6 +125,13 @@ struct BetweenImpl : nn::Module {
 };
 TESSERA_MODULE(Between);
 
+TEST(LayoutTrace, TakesInputsFromWhereARunHasThem) {
+  const auto join = [](const at::Tensor& y) { return at::cat({y + at::ones({2, 6, 8}), at::zeros({2, 1, 8})}, 1); };
+  auto net = on_meta([&] { return Between([](const at::Tensor& u) { return u * u; }, join); });
+  const ParallelPlan plan{{"w1", ColumnParallel{}}, {"w2", RowParallel{}}};
+  check_parallel_plan(*net, 2, plan, [&] { EXPECT_EQ(net(at::randn({2, 6, 8})).sizes(), at::IntArrayRef({2, 7, 8})); });
+}
+
 TEST(LayoutTrace, WhatGoesAlongTheCutIsRefused) {
   using Function = BetweenImpl::Function;
   const Function same = [](const at::Tensor& y) { return y; };
