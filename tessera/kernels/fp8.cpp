@@ -67,7 +67,9 @@ Fp8Matrix to_fp8(const at::Tensor& x, at::ScalarType dtype, Fp8Scaling scaling) 
   const at::Tensor wide = x.to(at::kFloat);
   const std::vector<int64_t> over = scaling == Fp8Scaling::Row ? std::vector<int64_t>{1} : std::vector<int64_t>{0, 1};
   const at::Tensor largest = at::amax(wide.abs(), over, /*keepdim=*/scaling == Fp8Scaling::Row);
-  const at::Tensor scale = at::where(largest.gt(0), largest.div(largest_of(dtype)), 1.0).to(at::kFloat).contiguous();
+  // No subnormal scale, which is rounded by up to a half of itself, so that what is divided by it is beyond the format: rows so small become zeros.
+  const at::Tensor quotient = largest.div(largest_of(dtype)).clamp_min_(std::numeric_limits<float>::min());
+  const at::Tensor scale = at::where(largest.gt(0), quotient, 1.0).to(at::kFloat).contiguous();
   return {.values = wide.div(scale).to(dtype).contiguous(), .scale = scale};
 }
 

@@ -164,10 +164,18 @@ at::Tensor sum_of_group(const NormGroup& group, NormOrder order, const at::Tenso
 
   at::Tensor rows = at::zeros({total_rows}, options);  // zero where another rank holds the row, or no gradient came
   for (const auto& term : terms) {
-    int64_t local_row = 0;
+    int64_t local_row = 0, next_logical = 0;
     for (const auto& run : term.runs) {
       const int64_t row = term.first_row + (order == NormOrder::FixedTree ? run.first_logical_row : local_row);
-      sum_rows_there(term.gradient, run, rows.narrow(0, row, run.rows));
+      const at::Tensor sums = rows.narrow(0, row, run.rows);
+      if (order == NormOrder::FixedTree && run.first_logical_row < next_logical) {  // a stretch of three dimensions: several boxes lie in one row
+        const at::Tensor more = at::zeros({run.rows}, options);
+        sum_rows_there(term.gradient, run, more);
+        at::Tensor(sums).add_(more);
+      } else {
+        sum_rows_there(term.gradient, run, sums);
+      }
+      next_logical = run.first_logical_row + run.rows;
       local_row += run.rows;
     }
   }

@@ -39,6 +39,23 @@ void check_groups_here(const OptimConfig& config, const std::vector<nn::NamedPar
   }
 }
 
+/// Muon and Adam in 8 bits leave weights that are looked up or make logits to others, and take stacked experts one by one: nothing in a tensor says it is one.
+void check_told(const std::vector<OptimizerShare>& shares) {
+  for (const OptimizerShare& share : shares) {
+    const bool is_muon = share.settings.name == "muon";
+    if (!is_muon && share.settings.name != "adam8bit") continue;
+    for (const ParameterGroup& group : share.groups) {
+      for (const auto& [name, tensor, aliases] : group.parameters) {
+        const Slice& slice = nn::slice_of(tensor);
+        require(slice.shape.size() != 2 || !slice.is_whole() || (!is_muon && slice.logical_numel() < Adam8bit::kLeastElements),
+                "optim.name = ", share.settings.name, ": '", name,
+                "' may be an embedding, a head or a stack of experts, whose update is another (docs/optimizers.md); pass optim::whole_model(model), or an ",
+                "optim::WholeModel whose `parameters`, `looked_up`, `heads` and `stacks` say so");
+      }
+    }
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model, uint64_t seed) {
@@ -47,6 +64,7 @@ std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::
   check_optimizers(config);
   if (!model.of_more) check_groups_here(config, parameters, model);
   auto shares = deal_groups(config, parameters, model);
+  if (!model.is_told()) check_told(shares);
   if (shares.empty()) return make_named(config, {}, std::move(model), seed);
   std::vector<Several::Part> optimizers;
   for (auto& [settings, groups, whole] : shares) optimizers.push_back({.optimizer = make_named(settings, std::move(groups), std::move(whole), seed)});

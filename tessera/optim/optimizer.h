@@ -178,9 +178,10 @@ class Optimizer {
 /// Whether an update has to be skipped: fp32 [1], 1 where `norm` is not finite, else 0; on its device, without a read.
 at::Tensor not_finite(const at::Tensor& norm);
 
-/// Builds what `optim.name` and `optim.groups` say (groups.h), for parameters that appear once each (nn::unique_parameters); `model` says who holds the rest,
-/// where they are parts, and `seed` draws what rounds state in 16 bits. Throws ConfigError on a name that is not available, on numbers out of range
-/// (check_optimizers), and on a group that is of no parameter (check_groups), unless `model` is of more.
+/// Builds what `optim.name` and `optim.groups` say (groups.h), for parameters that appear once each (nn::unique_parameters); `model` says which of them are
+/// embeddings, heads and stacks of experts, and who holds the rest, where they are parts; `seed` draws what rounds state in 16 bits. Throws ConfigError on a
+/// name that is not available, on numbers out of range (check_optimizers), on a group that is of no parameter (check_groups), unless `model` is of more, and
+/// on matrices for Muon or Adam in 8 bits of which `model` says nothing.
 std::unique_ptr<Optimizer> make_optimizer(const OptimConfig& config, const std::vector<nn::NamedParameter>& parameters, WholeModel model = {},
                                           uint64_t seed = 0);
 

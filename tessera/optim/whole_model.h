@@ -44,6 +44,8 @@ struct WholeModel {
   std::optional<at::Device> device{};
 
   bool meets() const { return ranks.size() > 1; }
+  /// Whether anybody said which parameters there are, or what some of them are for.
+  bool is_told() const { return meets() || of_more || !(parameters.empty() && looked_up.empty() && heads.empty() && stacks.empty()); }
   /// Adds a tensor up, or takes its largest numbers, element by element and in place, over the ranks: one all-reduce.
   void meet(const at::Tensor& numbers, Meeting meeting) const;
   /// mine [k] <- this rank's row of the sum of the ranks' all [ranks, k]: one reduce_scatter. And back, all <- every rank's mine: one all_gather.

@@ -853,7 +853,7 @@ TEST(TorchOptimizer, StateOfAnotherKindIsNeverTaken) {
   config.name = "sgd";
   config.momentum = 0.9;
   config.groups = {"weight: name = muon"};
-  const auto ours = optim::make_optimizer(config, nn::unique_parameters(*model));
+  const auto ours = optim::make_optimizer(config, nn::unique_parameters(*model), optim::whole_model(*model));
   for (const auto& parameter : model->parameters()) at::Tensor(parameter).mutable_grad() = at::ones_like(parameter);
   ours->step(0.1);
   const auto saved = save(folder.path(), 1, *model, *ours, comm::Group::self());

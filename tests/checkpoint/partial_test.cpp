@@ -189,7 +189,7 @@ TEST(PartialLoad, StateOfAnotherKindIsNeverTaken) {
   const auto make = [](const torch::nn::Module& model, const std::string& settings) {
     OptimConfig config;
     config.groups = {"body.weight: name = " + settings};
-    return optim::make_optimizer(config, nn::unique_parameters(model));
+    return optim::make_optimizer(config, nn::unique_parameters(model), optim::whole_model(model));
   };
   const std::vector<std::string> kinds{"sgd, momentum = 0.9", "muon"};
   for (const std::string& kind : kinds) {

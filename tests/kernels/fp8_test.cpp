@@ -69,6 +69,15 @@ TEST_P(Fp8, ScalesToTheFormatsLargestNumber) {
   EXPECT_TRUE(at::equal(zeros.scale, at::ones_like(zeros.scale)));
 }
 
+TEST_P(Fp8, NumbersTooSmallToScaleBecomeZero) {
+  for (const double largest : {1e-38, 9.2e-41, 1e-40, 3e-40, 1e-44}) {
+    for (const auto dtype : {at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
+      const auto [values, scale] = to_fp8(at::full({2, 3}, largest), dtype, GetParam());
+      EXPECT_LE(values.to(at::kFloat).mul(scale).sub(largest).abs().max().item<double>(), 1e-38) << largest;
+    }
+  }
+}
+
 TEST_P(Fp8, WhatIsNotFiniteStaysSo) {
   at::Tensor x = normals({4, 8}, "x");
   x[1][2] = std::numeric_limits<float>::quiet_NaN();

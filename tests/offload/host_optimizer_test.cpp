@@ -38,7 +38,7 @@ OptimConfig config_of(const std::string& name) {
 }
 
 HostOptimizer::Build building(const std::string& name) {
-  return [name](const std::vector<nn::NamedParameter>& copies) { return optim::make_optimizer(config_of(name), copies); };
+  return [name](const std::vector<nn::NamedParameter>& copies) { return optim::make_optimizer(config_of(name), copies, optim::plain_model(copies)); };
 }
 
 /// Parameters on the device, the same on the CPU, and gradients of both.
@@ -74,7 +74,7 @@ TEST_P(HostOptimizerOf, IsBitForBitInPiecesOfAnySize) {
     Pair pair;
     const at::Device device = pair.device.front().tensor.device();
     HostOptimizer away(pair.device, device, building(GetParam()), piece);
-    const auto plain = optim::make_optimizer(config_of(GetParam()), pair.cpu);
+    const auto plain = optim::make_optimizer(config_of(GetParam()), pair.cpu, optim::plain_model(pair.cpu));
     for (int step = 0; step < 4; ++step) {
       pair.draw(step);
       const auto scale = [](const std::vector<nn::NamedParameter>& parameters) {
@@ -109,7 +109,7 @@ TEST_P(HostOptimizerOf, IsBitForBitWithItsStatePagedInPiecesOfAnySize) {
       Pair same;
       auto& reference = place == OffloadPlace::Host ? same.device : same.cpu;
       PagedOptimizer paged(updated, {.place = place, .dir = folder, .piece_bytes = piece}, building(GetParam()));
-      const auto plain = optim::make_optimizer(config_of(GetParam()), reference);
+      const auto plain = optim::make_optimizer(config_of(GetParam()), reference, optim::plain_model(reference));
       for (int step = 0; step < 4; ++step) {
         pair.draw(step);
         same.draw(step);

@@ -54,6 +54,14 @@ TEST(GlobalNorm, IsThe2NormOfAllGradients) {
   EXPECT_NEAR(norm.item<double>(), reference_norm(parameters), 1e-12 * reference_norm(parameters));
 }
 
+TEST(GlobalNorm, AddsUpTheBoxesOfARow) {
+  auto part = at::ones({15}).set_requires_grad(true);
+  part.mutable_grad() = at::ones({15});
+  nn::set_slice(part, elements(Slice::whole("p", {2, 5, 4}), 2, 15));
+  for (const auto order : {NormOrder::Fast, NormOrder::FixedTree})
+    EXPECT_DOUBLE_EQ(global_norm({NormGroup{{{"p", part, {}}}, {}}}, order).item<double>(), std::sqrt(15));
+}
+
 TEST(GlobalNorm, OfNothingIsZero) {
   EXPECT_EQ(global_norm(std::vector<nn::NamedParameter>{}).item<double>(), 0);
   EXPECT_EQ(global_norm(make_parameters(kClipShapes)).item<double>(), 0);

@@ -67,7 +67,7 @@ INSTANTIATE_TEST_SUITE_P(Kinds, TorchOptimizer, testing::Values("adamw", "sgd"))
 
 TEST_P(TorchOptimizer, AgreesWithTorch) {
   const auto ours = make_parameters(kShapes), theirs = make_parameters(kShapes);
-  const auto optimizer = make_optimizer(config_of(GetParam()), ours);
+  const auto optimizer = make_optimizer(config_of(GetParam()), ours, plain_model(ours));
   EXPECT_EQ(optimizer->kind(), GetParam());
   const auto reference = torch_optimizer(GetParam(), theirs);
   for (int step = 1; step <= 10; ++step) {
@@ -84,7 +84,8 @@ TEST_P(TorchOptimizer, AgreesWithTorch) {
 // On an accelerator the operators decide by the flag, and the host learns of it later.
 TEST_P(EveryOptimizer, AStepIsSkippedByWhatTheNormSays) {
   const auto ours = make_parameters(kShapes), reference = make_parameters(kShapes);
-  const auto skipping = make_optimizer(config_of(GetParam()), ours), plain = make_optimizer(config_of(GetParam()), reference);
+  const auto skipping = make_optimizer(config_of(GetParam()), ours, plain_model(ours)),
+             plain = make_optimizer(config_of(GetParam()), reference, plain_model(reference));
   const auto norm = [](double value) { return not_finite(at::full({}, value, at::TensorOptions(testing_support::test_device()).dtype(at::kDouble))); };
   const auto flag = [&](double value) { return norm(value).cpu().item<float>(); };
   EXPECT_EQ(flag(1e300), 0);
@@ -109,7 +110,8 @@ TEST_P(EveryOptimizer, AStepIsSkippedByWhatTheNormSays) {
 
 TEST_P(EveryOptimizer, ScalesGradientsAsClippingBeforeItDoes) {
   const auto ours = make_parameters(kShapes), clipped = make_parameters(kShapes);
-  const auto optimizer = make_optimizer(config_of(GetParam()), ours), reference = make_optimizer(config_of(GetParam()), clipped);
+  const auto optimizer = make_optimizer(config_of(GetParam()), ours, plain_model(ours)),
+             reference = make_optimizer(config_of(GetParam()), clipped, plain_model(clipped));
   for (int step = 1; step <= 3; ++step) {
     draw_gradients(ours, step);
     draw_gradients(clipped, step);
@@ -148,7 +150,8 @@ TEST_P(EveryOptimizer, UpdatesAParameterWithGapsAndNothingBesideIt) {
   const at::Tensor table = make_parameters({{6, 8}})[0].tensor.detach(), before = table.clone();
   const std::vector<nn::NamedParameter> ours{{"p0", table.narrow(1, 2, 3).detach().requires_grad_(), {}}};
   const std::vector<nn::NamedParameter> whole{{"p0", before.narrow(1, 2, 3).contiguous().requires_grad_(), {}}};
-  const auto optimizer = make_optimizer(config_of(GetParam()), ours), reference = make_optimizer(config_of(GetParam()), whole);
+  const auto optimizer = make_optimizer(config_of(GetParam()), ours, plain_model(ours)),
+             reference = make_optimizer(config_of(GetParam()), whole, plain_model(whole));
   for (int step = 1; step <= 3; ++step) {
     draw_gradients(ours, step);
     draw_gradients(whole, step);
@@ -161,7 +164,7 @@ TEST_P(EveryOptimizer, UpdatesAParameterWithGapsAndNothingBesideIt) {
 
 TEST_P(TorchOptimizer, LeavesParametersWithoutGradientAlone) {
   const auto ours = make_parameters({{3, 2}, {4}}), theirs = make_parameters({{3, 2}, {4}});
-  const auto optimizer = make_optimizer(config_of(GetParam()), ours);
+  const auto optimizer = make_optimizer(config_of(GetParam()), ours, plain_model(ours));
   const auto reference = torch_optimizer(GetParam(), theirs);
   set_lr(*reference, 0.1);
   for (int step = 1; step <= 6; ++step) {
@@ -180,9 +183,9 @@ TEST_P(TorchOptimizer, LeavesParametersWithoutGradientAlone) {
 
 TEST_P(EveryOptimizer, GoesOnBitForBitFromItsState) {
   const auto whole = make_parameters(kShapes), first = make_parameters(kShapes), second = make_parameters(kShapes);
-  const auto uninterrupted = make_optimizer(config_of(GetParam()), whole);
-  const auto before = make_optimizer(config_of(GetParam()), first);
-  const auto after = make_optimizer(config_of(GetParam()), second);
+  const auto uninterrupted = make_optimizer(config_of(GetParam()), whole, plain_model(whole));
+  const auto before = make_optimizer(config_of(GetParam()), first, plain_model(first));
+  const auto after = make_optimizer(config_of(GetParam()), second, plain_model(second));
   const auto run = [](Optimizer& optimizer, const std::vector<nn::NamedParameter>& parameters, int from, int to) {
     for (int step = from; step <= to; ++step) {
       draw_gradients(parameters, step);
@@ -211,7 +214,7 @@ TEST_P(EveryOptimizer, TakesTheSameMemoryOnMeta) {
     MemoryTracker tracker;
     const TrackMemory track(tracker);
     const auto parameters = make_parameters(kShapes, device);
-    const auto optimizer = make_optimizer(config_of(GetParam()), parameters);
+    const auto optimizer = make_optimizer(config_of(GetParam()), parameters, plain_model(parameters));
     at_end.push_back(tracker.current(MemoryCategory::Optimizer));
     for (int step = 1; step <= 2; ++step) {
       draw_gradients(parameters, step);
@@ -236,7 +239,7 @@ TEST(UpdatesByPieces, TakeAsMuchMemoryAtMost) {
     MemoryTracker tracker;
     const TrackMemory track(tracker);
     const auto parameters = make_parameters({{10'000, 100'000}}, at::kMeta);
-    const auto optimizer = make_optimizer(config_of(name), parameters);
+    const auto optimizer = make_optimizer(config_of(name), parameters, plain_model(parameters));
     draw_gradients(parameters, 1);
     tracker.reset_peak();
     const int64_t before = tracker.current();
@@ -295,7 +298,7 @@ TEST(UpdatesByPieces, OfAdam8bitHaveTheBitsOfAPart) {
 TEST_P(TorchOptimizer, StateIsNamedAndSlicedLikeItsParameter) {
   const auto parameters = make_parameters({{4, 3}});
   nn::set_slice(parameters[0].tensor, Slice::along("w", {10, 3}, 0, 2, 4));
-  const auto state = make_optimizer(config_of(GetParam()), parameters)->state();
+  const auto state = make_optimizer(config_of(GetParam()), parameters, plain_model(parameters))->state();
   std::vector<std::string> names;
   for (const auto& each : state) {
     names.push_back(each.state);
@@ -311,7 +314,7 @@ TEST_P(EveryOptimizer, NeedsNoParameters) { make_optimizer(config_of(GetParam())
 TEST_P(EveryOptimizer, StateOfAFrozenParameterComesWithItsFirstGradient) {
   auto parameters = make_parameters({{5, 3}, {4, 2}});
   parameters[1].tensor.set_requires_grad(false);
-  const auto optimizer = make_optimizer(config_of(GetParam()), parameters);
+  const auto optimizer = make_optimizer(config_of(GetParam()), parameters, plain_model(parameters));
   const size_t states = optimizer->state().size();
   draw_gradients(parameters, 0);
   parameters[1].tensor.mutable_grad() = at::Tensor();
@@ -323,7 +326,7 @@ TEST_P(EveryOptimizer, StateOfAFrozenParameterComesWithItsFirstGradient) {
 
   auto again = make_parameters({{5, 3}, {4, 2}});
   again[1].tensor.set_requires_grad(false);
-  const auto resumed = make_optimizer(config_of(GetParam()), again);
+  const auto resumed = make_optimizer(config_of(GetParam()), again, plain_model(again));
   resumed->hold_state(optimizer->update_counts());
   EXPECT_EQ(resumed->state().size(), 2 * states);
 }
@@ -419,7 +422,7 @@ TEST(Optimizer, RefusesWhatItCannotDo) {
 TEST_P(EveryOptimizer, StateOfAParameterOfOtherStridesIsItsOwn) {
   const at::Tensor values = at::randn({4, 6});
   const std::vector<nn::NamedParameter> ours{{"p0", values.t().contiguous().t().requires_grad_(), {}}}, rows{{"p0", values.clone().requires_grad_(), {}}};
-  const auto a = make_optimizer(config_of(GetParam()), ours), b = make_optimizer(config_of(GetParam()), rows);
+  const auto a = make_optimizer(config_of(GetParam()), ours, plain_model(ours)), b = make_optimizer(config_of(GetParam()), rows, plain_model(rows));
   for (int step = 1; step <= 3; ++step) {
     draw_gradients(ours, step);
     rows[0].tensor.mutable_grad() = ours[0].tensor.grad().contiguous();
@@ -435,7 +438,8 @@ TEST_P(EveryOptimizer, StateOfAParameterOfOtherStridesIsItsOwn) {
 /// torch::load of a file, or set_data, may give a parameter memory of other strides.
 TEST_P(EveryOptimizer, FollowsAParameterThatIsGivenOtherStrides) {
   const auto ours = make_parameters({{4, 6}}), plain = make_parameters({{4, 6}});
-  const auto optimizer = make_optimizer(config_of(GetParam()), ours), reference = make_optimizer(config_of(GetParam()), plain);
+  const auto optimizer = make_optimizer(config_of(GetParam()), ours, plain_model(ours)),
+             reference = make_optimizer(config_of(GetParam()), plain, plain_model(plain));
   for (int step = 0; step < 6; ++step) {
     if (step == 3) {
       at::Tensor tensor = ours[0].tensor;
@@ -452,7 +456,7 @@ TEST_P(EveryOptimizer, FollowsAParameterThatIsGivenOtherStrides) {
 TEST_P(EveryOptimizer, RefusesAParameterThatHasAnotherSizeByNow) {
   for (const std::vector<int64_t>& now : {std::vector<int64_t>{7, 6}, {2, 6}}) {
     const auto parameters = make_parameters({{4, 6}});
-    const auto optimizer = make_optimizer(config_of(GetParam()), parameters);
+    const auto optimizer = make_optimizer(config_of(GetParam()), parameters, plain_model(parameters));
     draw_gradients(parameters, 1);
     optimizer->step(0.1);
     at::Tensor tensor = parameters[0].tensor;

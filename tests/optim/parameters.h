@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "tessera/nn/parameter.h"
+#include "tests/plain_model.h"
 #include "tests/test_device.h"
 
 namespace tessera::optim {
@@ -23,6 +24,8 @@ inline std::vector<nn::NamedParameter> make_parameters(const std::vector<std::ve
   }
   return parameters;
 }
+
+using testing_support::plain_model;
 
 /// Gradients of step `step`, the same for every call with the same arguments.
 inline void draw_gradients(const std::vector<nn::NamedParameter>& parameters, int step) {

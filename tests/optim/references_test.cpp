@@ -91,7 +91,7 @@ void expect_reference(const OptimConfig& config, const std::function<void(Plain&
   const auto parameters = make_parameters(kReferenceShapes);
   std::vector<Plain> plain;
   for (const auto& parameter : parameters) plain.push_back({parameter.tensor.detach().to(at::kDouble), {}});
-  const auto optimizer = make_optimizer(config, parameters);
+  const auto optimizer = make_optimizer(config, parameters, plain_model(parameters));
   for (int step = 1; step <= 8; ++step) {
     draw_gradients(parameters, step);
     if (step % 3 == 0) at::Tensor(parameters[0].tensor).mutable_grad().reset();
@@ -163,7 +163,8 @@ TEST(Muon, MatricesOfAStackAreOrthogonalEachByItself) {
   for (int i = 0; i < 4; ++i) apart.push_back({"m" + std::to_string(i), stacked[0].tensor.detach().narrow(0, 3 * i, 3).clone().requires_grad_(), {}});
   WholeModel model;
   model.stacks["p0"] = 4;
-  const auto optimizer = make_optimizer(reference_config("muon", 0.9), stacked, model), reference = make_optimizer(reference_config("muon", 0.9), apart);
+  const auto optimizer = make_optimizer(reference_config("muon", 0.9), stacked, model),
+             reference = make_optimizer(reference_config("muon", 0.9), apart, plain_model(apart));
   for (int step = 1; step <= 3; ++step) {
     draw_gradients(stacked, step);
     for (int i = 0; i < 4; ++i) apart[i].tensor.mutable_grad() = stacked[0].tensor.grad().narrow(0, 3 * i, 3).clone();
@@ -221,7 +222,7 @@ TEST(Adam8bit, NumbersCoverSevenDecades) {
 TEST(Adam8bit, RoundsAveragesToTheNearestNumber) {
   const auto parameters = make_parameters({{70, 67}});
   const auto config = reference_config("adam8bit");
-  const auto optimizer = make_optimizer(config, parameters);
+  const auto optimizer = make_optimizer(config, parameters, plain_model(parameters));
   const int64_t n = parameters[0].tensor.numel();
   const at::Tensor plain = parameters[0].tensor.detach().flatten().clone();
   at::Tensor m = at::zeros_like(plain), v = at::zeros_like(plain);
@@ -253,7 +254,7 @@ TEST(Adam8bit, RoundsAveragesToTheNearestNumber) {
 
 TEST(Adam8bit, AnAverageNearZeroKeepsItsSign) {
   const auto parameters = make_parameters({{70, 67}});
-  const auto optimizer = make_optimizer(reference_config("adam8bit"), parameters);
+  const auto optimizer = make_optimizer(reference_config("adam8bit"), parameters, plain_model(parameters));
   const at::Tensor gradient = at::zeros_like(parameters[0].tensor.detach());
   gradient.view({-1})[0] = 1;
   gradient.view({-1})[1] = -1e-8;
@@ -269,6 +270,21 @@ TEST(Adam8bit, AnAverageNearZeroKeepsItsSign) {
     EXPECT_GE(number(2), 0);
     EXPECT_EQ(number(3), 0);
   }
+}
+
+TEST(Optimizer, AsksWhatMatricesAreFor) {
+  const auto refused = [](const std::string& name, const std::vector<std::vector<int64_t>>& shapes, const WholeModel& model) {
+    return testing_support::refusal([&] { make_optimizer(reference_config(name), make_parameters(shapes), model); });
+  };
+  EXPECT_THAT(refused("muon", {{3}, {4, 3}}, {}), testing::HasSubstr("optim.name = muon: 'p1' may be an embedding, a head or a stack of experts"));
+  EXPECT_THAT(refused("adam8bit", {{64, 64}}, {}), testing::HasSubstr("optim.name = adam8bit: 'p0' may be"));
+  const auto taken = [](const std::string& name, const std::vector<std::vector<int64_t>>& shapes, const WholeModel& model) {
+    EXPECT_NO_THROW(make_optimizer(reference_config(name), make_parameters(shapes), model)) << name;
+  };
+  taken("adam8bit", {{64, 63}, {5000}}, {});
+  taken("adamw", {{64, 64}}, {});
+  taken("muon", {{4, 3}}, {.looked_up = {"p0"}});
+  taken("muon", {{4, 3}}, plain_model(make_parameters({{4, 3}})));
 }
 
 TEST(Adam8bit, KeepsSmallTensorsAndEmbeddingsInFp32) {
@@ -288,7 +304,7 @@ TEST(Optimizer, SayWhatTheyKeep) {
     OptimConfig config = reference_config(name, momentum);
     config.state_dtype = state_dtype;
     int64_t sum = 0;
-    for (const auto& state : make_optimizer(config, parameters)->state()) sum += static_cast<int64_t>(state.tensor.nbytes());
+    for (const auto& state : make_optimizer(config, parameters, plain_model(parameters))->state()) sum += static_cast<int64_t>(state.tensor.nbytes());
     return static_cast<double>(sum) / (512 * 256);
   };
   EXPECT_EQ(bytes("adamw", 0), 8);

@@ -14,6 +14,7 @@
 #include "tessera/offload/paged_optimizer.h"
 #include "tessera/optim/several.h"
 #include "tessera/precision/gradient_dtype.h"
+#include "tests/plain_model.h"
 #include "tests/test_device.h"
 
 namespace tessera::precision {
@@ -152,7 +153,9 @@ class MasterWeightsAround : public ::testing::TestWithParam<std::tuple<std::stri
   ~MasterWeightsAround() override { std::filesystem::remove_all(folder_); }
 
   std::unique_ptr<optim::Optimizer> make(const std::string& around, const Parameters& parameters) const {
-    const auto inside = [name = std::get<1>(GetParam())](const Parameters& given) { return optim::make_optimizer(config_of(name), given); };
+    const auto inside = [name = std::get<1>(GetParam())](const Parameters& given) {
+      return optim::make_optimizer(config_of(name), given, testing_support::plain_model(given));
+    };
     const at::Device device = parameters.front().tensor.device();
     constexpr int64_t kPiece = 200;
     if (around == "paged") return std::make_unique<PagedOptimizer>(parameters, PagedOptimizerOptions{.piece_bytes = kPiece}, inside);
@@ -339,7 +342,8 @@ TEST(MasterWeights, OfWeightsThatAreFrozenBeginWithTheirFirstUpdate) {
     for (const auto dtype : {at::kBFloat16, at::kHalf}) {
       const auto frozen = make_parameters({{7, 5}, {70, 64}}, dtype), trained = make_parameters({{7, 5}, {70, 64}}, dtype);
       for (const auto& weight : frozen) weight.tensor.set_requires_grad(false);
-      const auto later = make_optimizer(config, policy(dtype), 0, frozen), always = make_optimizer(config, policy(dtype), 0, trained);
+      const auto later = make_optimizer(config, policy(dtype), 0, frozen, testing_support::plain_model(frozen));
+      const auto always = make_optimizer(config, policy(dtype), 0, trained, testing_support::plain_model(trained));
       EXPECT_TRUE(later->state().empty()) << name;
       for (int step = 0; step < 3; ++step) {
         set_gradients(frozen, step, at::kFloat);

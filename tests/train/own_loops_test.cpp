@@ -288,7 +288,8 @@ TEST(OwnLoops, AModelInThePolicysFormats) {
   auto model = tessera::on_meta([&] { return tessera::make_model(config.model); });
   tessera::precision::apply(*model, policy);  // before memory is given: weights are drawn once, in their dtype
   tessera::materialize(*model, seed);
-  auto optimizer = tessera::precision::make_optimizer(config.optim, policy, seed, tessera::nn::unique_parameters(*model));  // masters where the policy has them
+  auto optimizer = tessera::precision::make_optimizer(config.optim, policy, seed, tessera::nn::unique_parameters(*model),
+                                                      tessera::optim::whole_model(*model));  // masters where the policy has them
   //:
   EXPECT_EQ(model->parameters().front().scalar_type(), at::kBFloat16);
   const auto [ids, labels] = sequences_of(1, 0, 1).front();
