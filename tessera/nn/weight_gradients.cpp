@@ -1,10 +1,13 @@
 #include "tessera/nn/weight_gradients.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
+#include <ranges>
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/clone.h>
 
 #include "tessera/core/ambient.h"
 #include "tessera/core/autograd_function.h"
@@ -68,15 +71,16 @@ struct LinearWithWeightsLater : AutogradFunction<LinearWithWeightsLater> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
     const auto saved = context->get_saved_variables();
-    const at::Tensor x = saved[0].detach(), dy = grads[0].detach();  // without their history, which would stay with them
+    const at::Tensor x = saved[0].detach();  // without its history, which would stay with it
     const auto destination = c10::static_intrusive_pointer_cast<Destination>(context->saved_data["destination"].toCapsule());
     const auto& fp8 = destination->fp8;
+    const WeightGradients::Kept dy = destination->later->keep(grads[0]);
     if (accumulates_into(destination->weight)) {
-      const auto compute = [x, dy, fp8, weight = destination->weight, dtype = saved[1].scalar_type()] { return weight_gradient(dy, x, weight, dtype, fp8); };
+      const auto compute = [x, dy, fp8, weight = destination->weight, dtype = saved[1].scalar_type()] { return weight_gradient(*dy, x, weight, dtype, fp8); };
       destination->later->leave(destination->weight, compute);
     }
     if (destination->bias.defined() && accumulates_into(destination->bias)) {
-      destination->later->leave(destination->bias, [dy, fp8] { return bias_gradient(dy, fp8); });
+      destination->later->leave(destination->bias, [dy, fp8] { return bias_gradient(*dy, fp8); });
     }
     // What is differentiated once more depends on the weight as it would had nothing been left.
     const at::Tensor weight = at::GradMode::is_enabled() ? destination->weight.to(saved[1].scalar_type()) : saved[1];
@@ -106,8 +110,8 @@ struct GroupedWithWeightsLater : AutogradFunction<GroupedWithWeightsLater> {
     const at::Tensor x = saved[0].detach(), dy = grads[0].detach().contiguous();
     const auto destination = c10::static_intrusive_pointer_cast<GroupedDestination>(context->saved_data["destination"].toCapsule());
     if (const at::Tensor& parameter = destination->weight; accumulates_into(parameter)) {
-      const auto compute = [x, dy, destination, dtype = saved[1].scalar_type()] {
-        return kernels::grouped_weight_gradient(dy, x, destination->sizes, destination->fp8, dtype).flatten(0, 1);
+      const auto compute = [x, dy = destination->later->keep(dy), destination, dtype = saved[1].scalar_type()] {
+        return kernels::grouped_weight_gradient(*dy, x, destination->sizes, destination->fp8, dtype).flatten(0, 1);
       };
       destination->later->leave(parameter, compute, destination->source);
     }
@@ -161,8 +165,28 @@ void WeightGradients::leave(const at::Tensor& parameter, std::function<at::Tenso
   if (when_ == When::AtOnce) compute();
 }
 
+WeightGradients::Kept WeightGradients::keep(const at::Tensor& gradient) {
+  auto kept = std::make_shared<at::Tensor>(gradient.detach());  // without its history, which would stay with it
+  kept_.push_back(kept);
+  return kept;
+}
+
+// Who takes a gradient over is seen when the pass has ended: until then autograd itself holds some.
+void WeightGradients::own() {
+  const at::NoGradGuard no_grad;
+  std::map<const c10::StorageImpl*, std::vector<std::shared_ptr<at::Tensor>>> by_memory;
+  for (const auto& one : kept_) {
+    if (auto kept = one.lock()) by_memory[kept->storage().unsafeGetStorageImpl()].push_back(std::move(kept));
+  }
+  for (const auto& handles : std::views::values(by_memory)) {
+    if (handles.front()->storage().use_count() == handles.size()) continue;
+    for (const auto& kept : handles) *kept = kept->clone();
+  }
+}
+
 void WeightGradients::compute() {
   const at::NoGradGuard no_grad;
+  kept_.clear();
   const MemoryScope scope(MemoryCategory::Gradients);
   WeightGradients at_hand;  // where one fails the step is given up, and with this what it and those behind it have promised
   at_hand.left_ = std::exchange(left_, {});

@@ -20,9 +20,13 @@ namespace tessera::nn {
 ///   { const LeaveWeightGradients scope(later); loss = ...; loss.backward(); }   // nn::Linear and what wraps it leave theirs
 ///   later->compute();                                                           // the same bits as if they had not
 ///
+/// Autograd may take a gradient over for another leaf without a copy, and the next backward pass then adds to it in place: where one comes before compute(),
+/// call own() when the first is over.
+///
 /// A pass that is there for other gradients (torch::autograd::grad) leaves nothing, and may be differentiated once more.
 ///
-/// Memory: of each layer its input and its output's gradient, from backward until compute. One micro-batch, one thread.
+/// Memory: of each layer its input and its output's gradient, from backward until compute; what own() copies besides, while another holds it. One micro-batch,
+/// one thread.
 class WeightGradients {
  public:
   enum class When { Later, AtOnce };  ///< at once: in the midst of backward, as nobody had left them, but each delivered by itself
@@ -35,6 +39,13 @@ class WeightGradients {
   /// Keeps `gradient` for later, and promises it to the dispatcher of `parameter` (GradientDispatcher::expect). It is delivered as one of `source`
   /// (GradientSource).
   void leave(const at::Tensor& parameter, std::function<at::Tensor()> gradient, std::optional<int> source = std::nullopt);
+
+  /// An output's gradient that one or several of those that are left are made of: what the last of them holds is let go with it.
+  using Kept = std::shared_ptr<const at::Tensor>;
+  Kept keep(const at::Tensor& gradient);
+
+  /// Copies of what is kept whatever lies in memory that somebody else holds, too. The pass has ended, and its caller has let go of what it began with.
+  void own();
 
   /// Computes what was left, in that order, and delivers it (GradientDispatcher::deliver): listeners and synchronizers see each as it comes. So do hooks
   /// that a program has put on the weight itself (Tensor::register_hook).
@@ -50,6 +61,7 @@ class WeightGradients {
   };
   When when_;
   std::vector<Left> left_;
+  std::vector<std::weak_ptr<at::Tensor>> kept_;
 };
 
 /// Where a layer computes micro-batches of several ranks one after the other: whose is at hand. While alive, stacked weights that this thread multiplies by

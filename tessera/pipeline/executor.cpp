@@ -4,6 +4,7 @@
 #include <optional>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
@@ -51,6 +52,13 @@ at::Tensor header_of(const at::Tensor& tensor) {
 TensorSpec spec_in(const at::Tensor& header) {
   const int64_t* numbers = header.const_data_ptr<int64_t>();
   return {.sizes = {numbers + 2, numbers + 2 + numbers[1]}, .dtype = static_cast<at::ScalarType>(numbers[0])};
+}
+
+/// A gradient that autograd has also taken over for a leaf, without a copy, would be written by that leaf's next one before it is taken or sent.
+at::Tensor in_memory_of_its_own(const at::Tensor& gradient) {
+  if (!gradient.has_storage() || gradient.storage().use_count() == 1) return gradient;
+  const MemoryScope scope(MemoryCategory::Activations);
+  return gradient.clone();
 }
 
 TensorSpec spec_of(const at::Tensor& tensor) { return {.sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type()}; }
@@ -282,13 +290,16 @@ void Executor::backward(const Action& action, bool whole) {
   if (!roots.empty()) {
     torch::autograd::Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
   }
+  roots.clear();
+  gradients.clear();
   for (size_t c = 0; c < crossings_.size(); ++c) {
     const Crossing& crossing = crossings_[c];
     if (crossing.to != action.stage || !crossing.takes_gradient) continue;
     const at::Tensor& input = now.inputs[static_cast<size_t>(crossing.input)];
-    leaving_[{static_cast<int>(c), action.micro_batch, true}] = input.grad().defined() ? input.grad() : at::zeros_like(input.detach());
+    leaving_[{static_cast<int>(c), action.micro_batch, true}] = input.grad().defined() ? in_memory_of_its_own(input.grad()) : at::zeros_like(input.detach());
   }
   now.inputs.clear();
+  if (now.later) now.later->own();
   if (whole) alive_.erase({action.stage, action.micro_batch});
 }
 

@@ -128,12 +128,6 @@ struct Node : torch::autograd::Node {
   variable_list left_weights, left_biases;
 };
 
-variable_list detached(const variable_list& tensors) {
-  variable_list plain;
-  for (const at::Tensor& tensor : tensors) plain.push_back(tensor.defined() ? tensor.detach() : tensor);
-  return plain;
-}
-
 /// Inputs: x, the weights, the biases. Outputs: the products, the whole x.
 struct ColumnNode final : Node {
   using Node::Node;
@@ -168,11 +162,13 @@ struct ColumnNode final : Node {
 
   /// The parts of x travel again, or for the first time, when the weights' turn has come.
   void leave_gradients() {
+    std::vector<nn::WeightGradients::Kept> kept;  // null where there is none
+    for (const at::Tensor& dy : dys) kept.push_back(dy.defined() ? later->keep(dy) : nullptr);
     const auto left = std::make_shared<LeftWeights>(
-        layers, [parts = GatheredParts{group, sequence, whole_kept, positions, site}, x = x.detach(), dys = detached(dys)](std::vector<WeightGradient>& sums) {
+        layers, [parts = GatheredParts{group, sequence, whole_kept, positions, site}, x = x.detach(), kept](std::vector<WeightGradient>& sums) {
           parts.visit(x, [&](int64_t first, const at::Tensor& part) {
-            for (size_t i = 0; i < dys.size(); ++i) {
-              if (dys[i].defined()) sums[i].add(dys[i].narrow(1, first, part.size(1)), part);
+            for (size_t i = 0; i < kept.size(); ++i) {
+              if (kept[i]) sums[i].add(kept[i]->narrow(1, first, part.size(1)), part);
             }
           });
         });
@@ -180,7 +176,7 @@ struct ColumnNode final : Node {
       if (!dys[i].defined()) continue;
       if (nn::accumulates_into(left_weights[i])) later->leave(left_weights[i], [left, i, dtype = weights[i].scalar_type()] { return left->take(i, dtype); });
       if (!left_biases[i].defined() || !nn::accumulates_into(left_biases[i])) continue;
-      later->leave(left_biases[i], [dy = dys[i].detach()] { return rows_of(dy).sum(0); });
+      later->leave(left_biases[i], [dy = kept[i]] { return rows_of(*dy).sum(0); });
     }
   }
 
@@ -266,23 +262,24 @@ struct RowNode final : Node {
     const bool wants_x = task_should_compute_output(0), wants_weight = !later && task_should_compute_output(1);
     at::Tensor dx = wants_x ? at::empty(x.sizes(), x.options()) : at::Tensor();
     WeightGradient sum;
-    std::vector<std::pair<int64_t, at::Tensor>> parts;  // what has come is kept, as a layer keeps its output's gradient, and does not travel twice
+    // What has come is kept, as a layer keeps its output's gradient, and does not travel twice.
+    std::vector<std::pair<int64_t, nn::WeightGradients::Kept>> parts;
     if (sequence) {
       for (GatherRing ring(group, dy.contiguous(), positions); !ring.done(); ring.advance()) {
         const int64_t first = ring.begin(), size = ring.part().size(1);
         if (wants_x) multiply(dx.narrow(1, first, size), ring.part(), weight.t());
         if (wants_weight) sum.add(ring.part(), x.narrow(1, first, size));
-        if (leaves) parts.emplace_back(first, ring.part().clone());
+        if (leaves) parts.emplace_back(first, later->keep(ring.part().clone()));
       }
     } else {
       if (wants_x) multiply(in_one_batch(dx), in_one_batch(dy), weight.t());
       if (wants_weight) sum.add(dy, x);
-      if (leaves) parts.emplace_back(0, dy.detach());
+      if (leaves) parts.emplace_back(0, later->keep(dy));
     }
     if (leaves) {
       later->leave(left_weights[0], [parts = std::move(parts), x = x.detach(), whole = !sequence, dtype = weight.scalar_type()] {
         WeightGradient gradient;
-        for (const auto& [first, part] : parts) gradient.add(part, whole ? x : x.narrow(1, first, part.size(1)));
+        for (const auto& [first, part] : parts) gradient.add(*part, whole ? x : x.narrow(1, first, part->size(1)));
         return gradient.take(dtype);
       });
     }

@@ -11,6 +11,7 @@
 #include "tessera/checkpoint/hook_prefix.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/config/optim_groups.h"
 #include "tessera/core/error.h"
 #include "tessera/core/log.h"
 #include "tessera/data_parallel/batch_coupling.h"
@@ -18,6 +19,7 @@
 #include "tessera/fsdp/unit_plan.h"
 #include "tessera/layout/slice.h"
 #include "tessera/memory/memory.h"
+#include "tessera/memory/on_host.h"
 #include "tessera/models/mixture.h"
 #include "tessera/models/parallel_plans.h"
 #include "tessera/nn/attach.h"
@@ -227,6 +229,18 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const Config& config, const pre
     parts.push_back({.optimizer = make_one(config, device, run, update, updated, build(alike)), .on_host = update.on_host});
   }
   return std::make_unique<optim::Several>(config.optim.name, std::move(parts));
+}
+
+/// By what all ranks know: the parameters of one stage may have other optimizers than those of the next, or none.
+bool all_update_in_one_pass(const Config& config, const precision::Policy& policy, const Composition& run) {
+  if (!run.offloaded && !is_on_host(at::empty({0}, at::TensorOptions(run.device)))) return false;
+  std::vector<OptimConfig> kinds{config.optim};
+  for (const OptimGroup& group : optim_groups(config.optim)) kinds.push_back(group.settings);
+  return std::ranges::all_of(kinds, [&](OptimConfig& kind) {
+    kind.groups.clear();
+    kind.split_heads = false;  // whole_model() says so weight by weight
+    return precision::make_optimizer(kind, policy, /*seed=*/0, {}, {.of_more = true})->updates_in_one_pass();
+  });
 }
 
 /// What holds for the process, once a rank.
@@ -470,6 +484,7 @@ void load_from_files(const Config& config, Composition& run) {
 
 /// The optimizer of what is updated, whose masters begin as the weights are; then the state of all of it, where the run goes on. `first`: says aloud.
 void prepare_updates(const Config& config, const precision::Policy& policy, const ResumePoint* resume, bool first, Composition& run) {
+  run.updates_in_one_pass = all_update_in_one_pass(config, policy, run);
   const HostMemory beside(run.offloaded);
   run.optimizer = make_optimizer(config, policy, run.device, run);
   if (resume != nullptr) load_state(config, *resume, run, first);

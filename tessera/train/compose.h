@@ -45,6 +45,7 @@ struct Composition : CutModel {
   comm::Group terms;                           ///< ranks whose gradients are summed when data parallelism has summed its own (run.deterministic)
   std::vector<nn::NamedParameter> alone;       ///< parameters that no other rank has a gradient of: nobody reduces or slices them
   bool offloaded = false;                      ///< what the optimizer updates, its gradients and its state lie on the host beside the device
+  bool updates_in_one_pass = false;            ///< every rank's optimizer does (optim::Optimizer), on the host, whatever parts of the model it has
   comm::Group cut;                             ///< ranks that layers are cut over, with those over which the slices are cut
   comm::Group elements;                        ///< ranks that hold different elements of the gradients: what a norm sums over
   comm::Group expert_elements;                 ///< the same of experts, which under run.deterministic may be more

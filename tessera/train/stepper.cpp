@@ -18,7 +18,7 @@
 #include "tessera/core/host_read.h"
 #include "tessera/core/log.h"
 #include "tessera/expert_parallel/expert_parallel.h"
-#include "tessera/memory/on_host.h"
+#include "tessera/memory/memory.h"
 #include "tessera/mesh/positions.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/nn/operators.h"
@@ -117,10 +117,6 @@ void require_finite_updates(const data::StepBatch& batch, double norm) {
       detail::concat("step ", batch.step,
                      ": the gradient of one of its updates is not finite, and stages have gone on from it; resume from the last checkpoint with a lower "
                      "optim.lr"));
-}
-
-bool lie_on_host(const std::vector<nn::NamedParameter>& parameters) {
-  return std::ranges::all_of(parameters, [](const auto& parameter) { return is_on_host(parameter.tensor); });
 }
 
 RankScope& computing_on(at::Device device, RankScope& scope) {
@@ -267,8 +263,7 @@ at::Tensor Stepper::complete_gradients(const StepRequest& request, at::Device de
 bool Stepper::unscales_with_the_update(const StepRequest& request) const {
   int exponent = 0;
   const double value = run_.loss_scale.value();
-  return value != 1 && std::frexp(value, &exponent) == 0.5 && !request.gradients_ready && !tentative_ && !graph_ && lie_on_host(run_.updated) &&
-         run_.optimizer->updates_in_one_pass();
+  return value != 1 && std::frexp(value, &exponent) == 0.5 && !request.gradients_ready && !tentative_ && !graph_ && run_.updates_in_one_pass;
 }
 
 bool Stepper::post_validate(const at::Tensor& norm) {

@@ -54,6 +54,8 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks, int colu
   const bool tiles = layout.recompute.ffn_tile > 0 && !layout.run.deterministic;                   // which one device has only under run.deterministic
   const double split = world > data_ranks || layout.mesh.expert_tp > 1 || tiles ? compute : fp32;  // products are split inside a micro-batch
   const double joined = experts ? compute : fp32;                                                  // an expert's gradient is one product of several ranks' rows
+  // One scale of a tensor, which holds rows of several ranks: with one of each row experts compute the very bits of one device.
+  const bool scaled_together = experts && precision.compute == "fp8" && precision.fp8_scales == "tensor";
   const auto above = [&](double u, double bound) { return u > fp32 ? bound : 0; };
 
   // Of experts: their width, or what a tile has of their rows.
@@ -64,7 +66,7 @@ VerifyBounds bounds_of(const Config& layout, int world, int data_ranks, int colu
   bounds.output_roundoff = compute;
   if (bounds.bit_for_bit) return bounds;
   const auto micro_batches = static_cast<double>(layout.batch.global_size / layout.batch.micro_size);
-  bounds.losses = std::max(kLosses, above(split, split));
+  bounds.losses = std::max({kLosses, above(split, split), scaled_together ? compute : 0});
   bounds.gradients = std::max({kGradients, above(crossing, (terms + 1) * crossing), narrow_sums ? (micro_batches + 1) * weights : 0, above(split, 8 * split),
                                above(joined, 2 * joined)});
   bounds.routing = std::min(32 * compute, 0.5);

@@ -15,7 +15,7 @@ namespace tessera {
 ///   gradients  (s + 1) u  where the contributions of s ranks cross the network in that type, or those of s micro-batches are summed in it;
 ///              8 u        of the compute type, where axes other than the data axes split the products themselves
 ///              besides, of what crosses in fp16, whose smallest number is 2^-24: 2^-24 n^2 for each crossing of n ranks' terms, absolutely (gradient_floor)
-///   losses     u          of the compute type in that last case
+///   losses     u          of the compute type in that last case, and of fp8 where experts scale the rows of several ranks by one number
 ///   weights    2 u        of the type they are kept in: one may round up where the other rounds down
 ///   routing    32 u       of the compute type, and at most a half, of a token's largest score: scores of experts that differ by less may be ranked either way;
 ///                         and u of what all choices of a router could give up (GivenUp), for rounding ranks otherwise only what is close, and most is not

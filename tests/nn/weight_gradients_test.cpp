@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/randn.h>
@@ -13,6 +14,7 @@
 
 #include "tessera/kernels/grouped_linear.h"
 #include "tessera/kernels/products.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/operators.h"
@@ -150,6 +152,55 @@ TEST(WeightGradients, APenaltyOnTheInputsGradientIsAsIfNothingWereLeft) {
   };
   const auto at_once = of_a_penalty(nullptr), later = of_a_penalty(std::make_shared<WeightGradients>());
   for (size_t i = 0; i < at_once.size(); ++i) EXPECT_TRUE(at::allclose(later[i], at_once[i], 1e-5, 1e-6)) << i;
+}
+
+/// The gradient of a leaf behind the layer is a view of what the layer keeps, and the second pass adds to it before the first pass's weight gradients come.
+TEST(WeightGradients, WhatALeafHasTakenOverIsKeptAsItWas) {
+  Linear linear(4, 4);
+  const at::Tensor stacked = at::randn({8, 4}).requires_grad_(), shift = at::zeros({1, 5, 4}).requires_grad_();
+  const auto one_by_one = [&](const at::Tensor& x) { return linear(x); };
+  const auto grouped = [&](const at::Tensor& x) {
+    const bool leaves = leaves_weight_gradients(x, {stacked});
+    return grouped_with_weights_later(x, (leaves ? stacked.detach() : stacked).view({2, 4, 4}), stacked, {2, 3});
+  };
+  for (const std::function<at::Tensor(const at::Tensor&)>& layer : {std::function<at::Tensor(const at::Tensor&)>(one_by_one), {grouped}}) {
+    const auto gradients = [&](bool leaves) {
+      const std::vector<at::Tensor> leaf{linear->weight, linear->bias, stacked, shift};
+      for (const at::Tensor& one : leaf) one.mutable_grad().reset();
+      std::vector<std::shared_ptr<WeightGradients>> later;
+      for (int i = 0; i < 3; ++i) {
+        if (leaves) later.push_back(std::make_shared<WeightGradients>());
+        const LeaveWeightGradients scope(leaves ? later.back() : nullptr);
+        const at::Tensor x = (at::arange(20).view({5, 4}) + i).sin().requires_grad_();
+        at::tanh(layer(x) + shift.squeeze(0)).sum().backward();
+        if (leaves) later.back()->own();
+      }
+      for (const auto& one : later) one->compute();
+      std::vector<at::Tensor> made;
+      for (const at::Tensor& one : leaf) made.push_back(one.grad().defined() ? one.grad().clone() : at::zeros_like(one));
+      return made;
+    };
+    const auto at_once = gradients(false), later = gradients(true);
+    for (size_t i = 0; i < at_once.size(); ++i) EXPECT_TRUE(at::equal(later[i], at_once[i])) << i;
+  }
+}
+
+/// Nor is what two layers have in common.
+TEST(WeightGradients, WhatNobodyElseHoldsIsNotCopied) {
+  Linear first(4, 4), one(4, 4), other(4, 4);
+  MemoryTracker tracker;
+  const TrackMemory tracking(tracker);
+  const auto later = std::make_shared<WeightGradients>();
+  {
+    const LeaveWeightGradients scope(later);
+    const at::Tensor h = at::tanh(first(at::ones({5, 4}).requires_grad_()));
+    (h + one(h) + other(at::tanh(h))).pow(2).sum().backward();
+  }
+  tracker.reset_peak();
+  const int64_t before = tracker.current();
+  later->own();
+  EXPECT_EQ(tracker.peak(), before);
+  later->compute();
 }
 
 TEST(WeightGradients, WhatIsGivenUpIsPromisedNoMore) {

@@ -5,7 +5,10 @@
 #include <gmock/gmock.h>
 
 #include "tessera/comm/testing.h"
+#include "tessera/core/error.h"
+#include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
+#include "tessera/nn/parameter.h"
 #include "tessera/pipeline/split/shared_gradients.h"
 #include "tests/pipeline/split_models.h"
 #include "tests/pipeline/split_support.h"
@@ -151,6 +154,55 @@ TEST(SplitRanks, TwoStagesARank) {
   const pipeline::SplitSpec splits{{"layers.0", Beginning}, {"layers.1", Beginning}, {"layers.2", End}};
   const Generator looped = [](int ranks, int micro_batches) { return schedules::breadth_first(ranks, micro_batches, 2); };
   expect_ranks_equal_one([] { return Tied(); }, splits, tokens(20, {2, 5}), 1e-5, {looped, &schedules::zb_v, &schedules::v_half}, /*chunks=*/2);
+}
+
+/// Shifts by one row each, before and behind a layer whose weight gradients may come later: of a micro-batch of one row autograd makes these leaves' first
+/// gradients of the memory of the layer's input's and output's.
+struct ShiftedImpl : torch::nn::Module {
+  ShiftedImpl() {
+    register_module("fc", fc);
+    before = register_parameter("before", torch::zeros({3, 4}));
+    behind = register_parameter("behind", torch::zeros({3, 4}));
+    for (const at::Tensor& shift : {before, behind}) nn::set_init(shift, nn::InitRule::normal(0, 1));
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::tanh(fc(x + before.unsqueeze(0)) + behind.unsqueeze(0)); }
+  nn::Linear fc{4, 4};
+  at::Tensor before, behind;
+};
+TORCH_MODULE(Shifted);
+
+struct ShiftsImpl : torch::nn::Module {
+  ShiftsImpl() {
+    for (int i = 0; i < 6; ++i) blocks->push_back(Shifted());
+    register_module("blocks", blocks);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (const auto& block : *blocks) x = block->as<Shifted>()->forward(x);
+    return x;
+  }
+  torch::nn::ModuleList blocks;
+};
+TORCH_MODULE(Shifts);
+
+TEST(SplitRanks, GradientsThatALeafHasTakenOverStayAsTheyWereForOthers) {
+  const auto build = [] { return Shifts(); };
+  Inputs inputs;
+  for (int i = 0; i < 6; ++i) inputs.push_back({(at::arange(12, at::kFloat).view({1, 3, 4}) + i).sin()});
+  const auto at_blocks = [](std::vector<int> blocks) {
+    pipeline::SplitSpec splits;
+    for (const int block : blocks) splits.push_back({detail::concat("blocks.", block), Beginning});
+    return splits;
+  };
+  const std::vector<Generator> whole{&schedules::gpipe, &schedules::one_f_one_b, &schedules::zb_h1, &schedules::zb_h2};
+  expect_ranks_equal_one(build, at_blocks({3}), inputs, 0, whole);
+  expect_ranks_equal_one(build, at_blocks({1, 4}), inputs, 0, whole);
+  const Generator loop = [](int ranks, int micro_batches) { return schedules::breadth_first(ranks, micro_batches, 2); };
+  const Generator naive = [](int ranks, int micro_batches) { return schedules::naive(ranks, micro_batches, 2); };
+  const Generator interleaved = [](int ranks, int micro_batches) { return schedules::interleaved(ranks, micro_batches, 2); };
+  const std::vector<Generator> in_chunks{naive, loop, interleaved, &schedules::zb_v, &schedules::v_half, &schedules::dualpipev};
+  expect_ranks_equal_one(build, at_blocks({3}), inputs, 0, in_chunks, 2);
+  expect_ranks_equal_one(build, at_blocks({1, 3, 4}), inputs, 0, in_chunks, 2);
+  expect_ranks_equal_one(build, at_blocks({1, 2, 3, 4, 5}), inputs, 0, in_chunks, 2);
 }
 
 TEST(SplitRanks, TiedEmbeddingSumsTheGradientsOfBothEnds) {

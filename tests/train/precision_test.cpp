@@ -103,6 +103,40 @@ TEST_F(Precision, UnscalingInTheUpdateChangesNoBit) {
   }
 }
 
+/// Also where the parameters of one stage would let its optimizer do so, and those of the next would not: they add one norm up.
+TEST_F(Precision, StagesOfOtherOptimizersHaveOneDevicesNorm) {
+  const auto steps = [&](const Sets& sets, int world) {
+    const Config settings = config("llama", with({"precision.compute=fp16", "precision.loss_scale=1024", "run.steps=3", "batch.global_size=6"}, sets));
+    std::vector<StepOutcome> outcomes;
+    const auto text = corpus(settings);
+    comm::run_ranks(world, [&](comm::World& ranks) {
+      validate(settings, ranks.size());
+      Mesh mesh(ranks, mesh_shape(settings.mesh, settings.zero.stage, ranks.size()));
+      RankScope scope(settings, ranks.local_size());
+      Stepper stepper(settings, mesh, testing_support::test_device(), scope);
+      data::Loader loader(text, loader_options(settings, mesh));
+      for (int step = 0; step < 3; ++step) {
+        const auto outcome = stepper.step(loader.next());
+        if (ranks.rank() == 0) outcomes.push_back(outcome);
+      }
+    });
+    return outcomes;
+  };
+  const Sets first_alone{"mesh.pp=2", "pipeline.split=[\"1\", \"3\"]"}, three{"mesh.pp=3", "pipeline.split=[\"1\", \"2\", \"1\"]"};
+  for (const Sets& sets : {Sets{"optim.name=muon"}, Sets{"optim.name=lion", "optim.lr=1e-3", "optim.groups=[\"embed_tokens: name = adamw\"]"},
+                           Sets{"optim.groups=[\"layers.*: name = sgd\"]"}, Sets()}) {
+    const auto one = steps(sets, 1);
+    for (const auto& [layout, world] : {std::pair{first_alone, 2}, {three, 3}, {with(first_alone, {"zero.stage=1", "mesh.dp_shard=2"}), 4}}) {
+      SCOPED_TRACE(::testing::PrintToString(with(sets, layout)));
+      const auto many = steps(with(sets, layout), world);
+      for (size_t i = 0; i < one.size(); ++i) {
+        EXPECT_NEAR(many[i].grad_norm, one[i].grad_norm, (i == 0 ? 2e-5 : 1e-2) * one[i].grad_norm) << i;
+        EXPECT_NEAR(many[i].loss, one[i].loss, 1e-3 * one[i].loss) << i;
+      }
+    }
+  }
+}
+
 TEST_F(Precision, LayoutsAgree) {
   for (const Sets& sets : {kBfloat, with(kBfloat, {"precision.master=bf16"}), kHalf, Sets{"precision.compute=bf16"}}) {
     const Sets all = with({"run.steps=3", "batch.global_size=6"}, sets);

@@ -172,6 +172,13 @@ TEST(VerifyBounds, FollowTheNumberFormats) {
   const auto split = bounds_of(with({"precision.compute=bf16"}), 6, 3);
   EXPECT_EQ(split.gradients, std::ldexp(1, -5));
   EXPECT_EQ(split.losses, std::ldexp(1, -8));
+  // Rows of several ranks under one scale are rounded otherwise, each under its own are not.
+  const auto scaled = [](const std::string& by, const std::string& ep) {
+    return bounds_of(with({"model.experts=4", "mesh.ep=" + ep, "zero.stage=1", "precision.compute=fp8", "precision.fp8_scales=" + by}), 2, 2).losses;
+  };
+  EXPECT_EQ(scaled("tensor", "2"), std::ldexp(1, -4));
+  EXPECT_EQ(scaled("row", "2"), 5e-6);
+  EXPECT_EQ(scaled("tensor", "1"), 5e-6);
 }
 
 TEST(VerifyBounds, AreBitsWhereTheArithmeticIsTheSame) {
