@@ -92,7 +92,7 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
       {config.precision.compute != "fp8", with("precision.compute", config.precision.compute), {"precision.fp8_scales"}},
       {config.precision.loss_scale != "dynamic", with("precision.loss_scale", config.precision.loss_scale), {"precision.growth_steps"}},
       {config.precision.loss_scale == "none", with("precision.loss_scale", config.precision.loss_scale), {"precision.max_skips"}},
-      {reduces_nothing(config, world_size), "on one data rank, which reduces nothing", {"precision.reduce"}},
+      {config.precision.params == "fp32" && reduces_nothing(config, world_size), "on one data rank, which reduces nothing", {"precision.reduce"}},
       {!config.data.shuffle, "without data.shuffle", {"data.seed"}},
       {config.model.family == "mlp", with("model.family", config.model.family), {"model.heads", "model.kv_heads", "optim.split_heads"}},
       {config.model.family == "mlp" || config.model.family == "gpt2", with("model.family", config.model.family), {"model.rope_theta"}},

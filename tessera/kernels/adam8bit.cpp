@@ -316,13 +316,14 @@ void adam8bit_update_(const at::Tensor& parameter, const at::Tensor& gradient, c
     });
   } else {
     const Table numbers = numbers_on(parameter.device()), midpoints = midpoints_on(parameter.device());
+    const at::Tensor flat = parameter.detach().view({-1});  // a view of the parameter itself may be a forward's (fully_shard)
     for_each_piece(runs, parameter.is_meta(), [&](const std::vector<QuantizedRun>& piece) {
       ElementPlaces places(piece, parameter.device());
       const auto [average, square] = new_averages(gradient, state, places, numbers, step);
       places.held.reset();
-      const at::Tensor updated = parameter.view({-1}).index_select(0, places.element).mul_(1 - step.lr * step.weight_decay);
+      const at::Tensor updated = flat.index_select(0, places.element).mul_(1 - step.lr * step.weight_decay);
       updated.addcdiv_(average, square.sqrt().div_(c.root).add_(step.eps), -c.step_size);
-      at::Tensor(parameter.view({-1})).index_copy_(0, places.element, updated);
+      at::Tensor(flat).index_copy_(0, places.element, updated);
       at::Tensor(state.exp_avg.view({-1})).index_copy_(0, places.element, encoded(average, exp_avg_scale, places, midpoints, true));
       at::Tensor(state.exp_avg_sq.view({-1})).index_copy_(0, places.element, encoded(square, exp_avg_sq_scale, places, midpoints, false));
     });

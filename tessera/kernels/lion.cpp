@@ -24,12 +24,12 @@ void on_cpu(float* p, const float* g, float* m, int64_t count, const LionStep& s
   });
 }
 
-/// The directions take memory of their own.
+/// The directions take memory of their own. What is a rank's slice is taken by detach(): a view of the parameter itself may be a forward's (fully_shard).
 void by_operators(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& exp_avg, const LionStep& step) {
   constexpr int64_t kPiece = int64_t{1} << 25;
   in_pieces(parameter.numel(), kPiece, parameter.is_meta(), [&](int64_t begin, int64_t count) {
     const auto piece_of = [&](const at::Tensor& all) { return all.as_strided({all.numel()}, {1}).narrow(0, begin, count); };
-    const at::Tensor p = piece_of(parameter), g = piece_of(gradient), m = piece_of(exp_avg);
+    const at::Tensor p = piece_of(parameter.detach()), g = piece_of(gradient), m = piece_of(exp_avg);
     const at::Tensor direction = m.mul(step.beta1).add_(g, 1 - step.beta1).sign_();
     p.mul_(1 - step.lr * step.weight_decay).sub_(direction, step.lr);
     m.mul_(step.beta2).add_(g, 1 - step.beta2);

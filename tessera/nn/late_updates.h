@@ -12,6 +12,10 @@ namespace tessera::nn {
 /// step.
 void note_late_update(const at::Tensor& updated);
 
+/// Lets the counter of the parameter in whose place `updated` was updated show it, as that of a parameter which is updated itself does: a graph that has saved
+/// the parameter refuses a backward pass from then on. No write of the program's (WriteMark).
+void show_update(const at::Tensor& updated);
+
 /// How often that was said of the parameter: where it is another number than when parts were last brought together, they have parted since.
 int64_t late_updates(const at::Tensor& updated);
 

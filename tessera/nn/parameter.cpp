@@ -31,6 +31,7 @@ struct ParameterData : c10::BackendMeta {
   bool keeps_memory = false, kept_beside = false, follows = false, terms_summed = false, given = false;
   int64_t times_given = 0;
   int64_t late_updates = 0;
+  int64_t shown_updates = 0;  ///< writes of its parts that its own counter shows
   int64_t sums_of_terms = 0;  ///< calls of sum_terms that began with it
   std::vector<Sharing> sharings;
   std::vector<Dealt> dealt;
@@ -287,9 +288,19 @@ int64_t late_updates(const at::Tensor& updated) {
   return data ? data->late_updates : 0;
 }
 
+void show_update(const at::Tensor& updated) {
+  const at::Tensor parameter = updated_for(updated);
+  if (!parameter.defined() || parameter.is_same(updated)) return;
+  parameter.unsafeGetTensorImpl()->bump_version();
+  change(parameter, [](ParameterData& data) { ++data.shown_updates; });
+}
+
 WriteMark::WriteMark(const at::Tensor& tensor) : writes_(tensor._version()) {
   const at::Tensor parameter = updated_for(tensor);
-  if (parameter.defined() && !parameter.is_same(tensor)) writes_ += int64_t{parameter._version()};
+  if (parameter.defined() && !parameter.is_same(tensor)) {
+    const auto data = data_of(parameter);
+    writes_ += int64_t{parameter._version()} - (data ? data->shown_updates : 0);
+  }
   storage_ = c10::weak_intrusive_ptr<c10::StorageImpl>(tensor.storage().getWeakStorageImpl());
 }
 

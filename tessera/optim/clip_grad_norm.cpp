@@ -85,7 +85,6 @@ void add_norm_groups(std::vector<nn::NamedParameter> parameters, const comm::Gro
 /// Of a wrapper's parameters. Returns how many of them have gradients.
 size_t add_norm_groups(const GradientSynchronizer& synchronizer, std::vector<nn::NamedParameter> parameters, std::vector<optim::NormGroup>& groups) {
   require(!parameters.empty(), "clip_grad_norm: the wrapper has no parameters");
-  synchronizer.refuse_gradients_that_wait("clip_grad_norm");
   const comm::Group group = synchronizer.norm_group();
   refuse_cut_layers(synchronizer, parameters, group);
   const auto with_gradients =
@@ -118,6 +117,7 @@ at::Tensor clip(const std::vector<optim::NormGroup>& groups, double max_norm) {
 }  // namespace
 
 at::Tensor clip_grad_norm(const GradientSynchronizer& synchronizer, double max_norm) {
+  synchronizer.refuse_gradients_that_wait("clip_grad_norm");
   auto parameters = synchronizer.updated();
   refuse_part_of_a_model(parameters);
   std::vector<optim::NormGroup> groups;
@@ -140,6 +140,7 @@ std::vector<optim::NormGroup> optim::norm_groups(const torch::nn::Module& model)
   }
   std::vector<optim::NormGroup> groups;
   for (const GradientSynchronizer* wrapper : wrappers) {
+    wrapper->refuse_gradients_that_wait("clip_grad_norm");
     const size_t with_gradients = add_norm_groups(*wrapper, nn::owned_by(*wrapper), groups);
     require(wrapped[wrapper] == with_gradients, "clip_grad_norm: '", model.name(), "' has ", wrapped[wrapper], " of the ", with_gradients,
             " parameters of a wrapped module; clip the wrapper, or the module that it wraps");

@@ -30,7 +30,7 @@ bool comes_apart(const nn::OperatorCall& operation) {
   return handle && handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-/// What a program gives its model lies where it does in a run, and the weights on meta.
+/// What a program gives its model lies where it does in a run, and the weights on meta. What is written stays: of a copy nobody would see it.
 void bring_to_meta(nn::OperatorCall& operation) {
   const size_t count = operation.schema().arguments().size();
   const auto first = operation.stack().end() - static_cast<std::ptrdiff_t>(count);
@@ -40,8 +40,10 @@ void bring_to_meta(nn::OperatorCall& operation) {
     return value.isTensorList() && std::ranges::any_of(value.toTensorVector(), on_meta);
   });
   if (!any) return;
-  const auto brought = [](const at::Tensor& tensor) { return tensor.defined() && tensor.is_cpu() && tensor.dim() > 0 ? tensor.to(at::kMeta) : tensor; };
+  const auto brought = [](const at::Tensor& tensor) { return tensor.defined() && !tensor.is_meta() && tensor.dim() > 0 ? tensor.to(at::kMeta) : tensor; };
   for (auto value = first; value != operation.stack().end(); ++value) {
+    const auto* const alias = operation.schema().arguments()[static_cast<size_t>(value - first)].alias_info();
+    if (alias != nullptr && alias->isWrite()) continue;
     if (value->isTensor()) {
       *value = brought(value->toTensor());
     } else if (value->isTensorList()) {

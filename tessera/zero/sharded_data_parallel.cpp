@@ -58,8 +58,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
         is_zeroed_(parameters_.size(), false),
         is_handed_(parameters_.size(), false),
         seen_parts_(parameters_.size()),
-        zeroed_parts_(parameters_.size()),
-        part_versions_(parameters_.size()) {
+        zeroed_parts_(parameters_.size()) {
     require(options_.stage == 1 || options_.stage == 2, "zero.stage = ", options_.stage,
             ": this class shards optimizer state (1) and gradients (2); parameters are sharded by fully_shard (3)");
     require(!options_.network_dtype || *options_.network_dtype == at::kBFloat16 || *options_.network_dtype == at::kHalf,
@@ -70,7 +69,9 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     }
     require_disjoint("sharded data parallelism", groups_.shard, groups_.replicate);
     nn::refuse_shared_memory("sharded data parallelism", module, parameters_);
+    nn::FormerMemory former("sharded data parallelism", parameters_);
     lay_out();
+    former.refuse_use();
     for (const auto& parameter : parameters_) late_updates_.push_back(nn::late_updates(parameter.tensor));
     make_shards();
     make_guards();
@@ -99,14 +100,11 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     const comm::CallSite site("zero.parameters");
     std::vector<comm::Pending> gathers;
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      const bool updated = may_hold_updates(b), updated_late = take_late_updates(b);
+      const bool updated = may_be_updated(b), updated_late = take_late_updates(b);
       if (updated || updated_late) gathers.push_back(comm::all_gather_async(groups_.shard, buckets_[b].parameters(), buckets_[b].parameter_part()));
     }
     const comm::ExposedTime::Scope exposed(statistics_.exposed, parameters_.front().tensor.device());
     for (comm::Pending& gather : gathers) gather.wait();
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (take_write(i) && may_be_updated(i)) count_write(i);
-    }
     marks_.clear();
   }
 
@@ -114,7 +112,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   const std::vector<nn::NamedParameter>& shards() {
     if (active()) {
       take_replaced();
-      settle_cleared(/*before_gradients=*/false);
+      settle_cleared(/*before_use=*/false);
       follow_frozen();
     }
     return shards_;
@@ -124,7 +122,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   comm::Group norm_group() const { return active() ? groups_.shard : comm::Group::self(); }
 
   /// Also what the program itself has put there.
-  void refuse_gradients_that_wait(const std::string& who) const {
+  void refuse_gradients_that_wait(const std::string& who) {
+    if (active()) settle_cleared(/*before_use=*/true);
     for (size_t i = 0; active() && i < parameters_.size(); ++i) {
       const auto& [name, tensor, aliases] = parameters_[i];
       const bool waits = synchronizes(i) && tensor.requires_grad() && tensor.grad().defined() && !nn::is_gradient_guard(tensor.grad());
@@ -171,22 +170,9 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   };
 
   /// Whether an optimizer may have something to do in the bucket: also of a parameter that was frozen since, and still has its gradient.
-  bool may_hold_updates(size_t b) const {
+  bool may_be_updated(size_t b) const {
     return is_trained(b) || std::ranges::any_of(buckets_[b].plan().slots, [&](const auto& slot) { return shards_[slot.parameter].tensor.grad().defined(); });
   }
-
-  /// The same of one parameter, as optimizers go: by its gradient, unless that has gone to the host.
-  bool may_be_updated(size_t i) const { return shards_[i].tensor.grad().defined() || (relay() != nullptr && trained_[i]); }
-
-  /// Whether parts of the bucket, which have one counter, were written since this was asked for, as far as their writer shows it: libtorch's SGD hides that
-  /// from one process, too.
-  bool take_write(size_t i) {
-    const auto now = static_cast<int64_t>(shards_[i].tensor._version());
-    return std::exchange(part_versions_[i], now) != now;
-  }
-
-  /// Parts have a counter of their own, and a graph from before the update is to see that the parameter is another.
-  void count_write(size_t i) const { parameters_[i].tensor.unsafeGetTensorImpl()->bump_version(); }
 
   /// Whether an optimizer has shown an update in the bucket that was begun before (HostOptimizer), since this was asked for: also of what is frozen by now, and
   /// in the first step of a run that goes on.
@@ -195,7 +181,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     for (const auto& slot : buckets_[b].plan().slots) {
       const int64_t now = nn::late_updates(parameters_[slot.parameter].tensor);
       if (std::exchange(late_updates_[slot.parameter], now) == now) continue;
-      count_write(slot.parameter);
+      nn::show_update(shards_[slot.parameter].tensor);
       found = true;
     }
     return found;
@@ -283,14 +269,13 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   void prepare() override {
     refuse_forgotten_gather();
     take_replaced();
-    settle_cleared(/*before_gradients=*/true);
+    settle_cleared(/*before_use=*/false);
     if (!plain_ || starts_early()) meet_first();
     for (size_t b = 0; b < buckets_.size(); ++b) {
       if (is_trained(b) && relay() == nullptr) buckets_[b].hold_part();
     }
     carry_gradients();
     follow_frozen();
-    for (size_t i = 0; i < shards_.size(); ++i) take_write(i);  // none of an update
     for (size_t i = 0; i < shards_.size(); ++i) {
       if (plain_ && !trained_[i]) continue;
       set_gradient(shards_[i].tensor, {});
@@ -334,15 +319,16 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   }
 
   /// A clear of the parameters, once a step of the plain loop is complete, is one of the parts, and is so once: what the program puts on a part afterwards
-  /// stays. Where a step is about to use parts, one with another gradient than it was last seen with was given that behind the clear; where a backward pass
-  /// comes next, it may as well be what was made of this step's gradient before.
-  void settle_cleared(bool before_gradients) {
+  /// stays. Where gradients are about to be used (a clip, a step) and nobody has looked since, a part with another gradient than it was last seen with was
+  /// given that behind the clear; where a backward pass comes next, or the program asks for the parts, it may as well be what was made of the last gradient
+  /// before.
+  void settle_cleared(bool before_use) {
     const c10::NoGradGuard no_grad;
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!is_handed_[i]) continue;
       const at::Tensor& gradient = parameters_[i].tensor.grad();
       at::Tensor part = shards_[i].tensor.grad();
-      const bool cleared = nn::is_cleared(gradient), stays = !before_gradients && was_put(i);
+      const bool cleared = nn::is_cleared(gradient), stays = before_use && was_put(i);
       if (!gradient.defined()) {
         if (!stays) set_gradient(shards_[i].tensor, {});
         is_handed_[i] = false;
@@ -487,7 +473,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     }
     show_guard(i);
     const at::Tensor part = gradient_shard(i);
-    if (plain_) seen_parts_[i] = part;
+    seen_parts_[i] = part;
     set_gradient(shards_[i].tensor, part);
     return part;
   }
@@ -523,7 +509,6 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   std::vector<at::Tensor> seen_parts_;    ///< by parameter: the gradient of its part, as the wrapper has left or last seen it
   std::vector<ZeroedPart> zeroed_parts_;  ///< by parameter
   std::vector<Mark> marks_;               ///< of a step that is complete, until its parts were brought together
-  std::vector<int64_t> part_versions_;    ///< by parameter, when parts were brought together last
   std::vector<int64_t> late_updates_;     ///< by parameter: those that were brought together
   bool has_started_ = false;
 };

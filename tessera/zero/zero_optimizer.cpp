@@ -207,8 +207,8 @@ void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Sync
 
 void refuse_gradients_that_wait(const Synchronizers& synchronizers) {
   for (const auto* synchronizer : synchronizers) {
+    synchronizer->refuse_gradients_that_wait("zero_optimizer");  // first: gradients are about to be used, which updated() does not know
     for (const auto& updated : nn::owned_by(*synchronizer)) require(!waiting_parameter(updated).defined(), waiting_message(updated.name));
-    synchronizer->refuse_gradients_that_wait("zero_optimizer");
   }
 }
 
@@ -228,6 +228,18 @@ void require_gets_gradients(const std::vector<at::Tensor>& updated) {
     require(found->second.contains(tensor.unsafeGetTensorImpl()), "zero_optimizer: '", name_of(*owner, tensor),
             "' was wrapped again since this optimizer's wrapper was made, and the last wrapper that was made over it takes its gradients: this optimizer would "
             "update nothing of it. Make the optimizer over the last one, zero_optimizer(wrapper, make), or wrap the model once");
+  }
+}
+
+WatchedParts::WatchedParts(const std::vector<at::Tensor>& updated) {
+  for (const at::Tensor& part : updated) {
+    if (part.grad().defined() && !nn::updated_for(part).is_same(part)) versions_.emplace_back(part, part._version());
+  }
+}
+
+void WatchedParts::show() const {
+  for (const auto& [part, version] : versions_) {
+    if (int64_t{part._version()} != version) nn::show_update(part);
   }
 }
 

@@ -61,6 +61,17 @@ std::vector<at::Tensor> updated_by(Inner& optimizer) {
 /// Refuses an update of what gets no gradients, since a wrapper that was made later over the same parameters updates others in their place. Throws ConfigError.
 void require_gets_gradients(const std::vector<at::Tensor>& updated);
 
+/// Parts of `updated` that have gradients, as they are before an update. When that is over, show() lets the counters of their parameters show it, as far as the
+/// optimizer shows its writes: libtorch's SGD hides them from one process, too.
+class WatchedParts {
+ public:
+  explicit WatchedParts(const std::vector<at::Tensor>& updated);
+  void show() const;
+
+ private:
+  std::vector<std::pair<at::Tensor, int64_t>> versions_;
+};
+
 /// Wrappers that may be gone when they are needed.
 class Lifetimes {
  public:
@@ -112,21 +123,25 @@ class ZeroOptimizer {
   auto step(Arguments&&... arguments) {
     end_access();
     lifetimes_.require_alive();
-    detail::require_gets_gradients(detail::updated_by(*inner_));
-    detail::require_terms_summed(synchronizers_);  // updated() brings what was cleared or loaded since on the model's side to the parts
     constexpr bool takes_closure = (std::is_invocable_v<Arguments&> || ...);
     if constexpr (!takes_closure) detail::refuse_gradients_that_wait(synchronizers_);  // a closure brings those that are missing
+    const std::vector<at::Tensor> updated = detail::updated_by(*inner_);
+    detail::require_gets_gradients(updated);
+    detail::require_terms_summed(synchronizers_);  // updated() brings what was cleared or loaded since on the model's side to the parts
     if constexpr (std::is_base_of_v<torch::optim::Optimizer, Inner>) {
       const bool compares = !takes_closure && !was_compared_;  // by gradients, which a closure has yet to bring
       detail::check_state(synchronizers_, *inner_, compares);
       was_compared_ |= compares;
     }
+    const detail::WatchedParts watched(updated);
     if constexpr (std::is_void_v<decltype(inner_->step(std::forward<Arguments>(arguments)...))>) {
       inner_->step(std::forward<Arguments>(arguments)...);
       after_update();
+      watched.show();
     } else {
       auto result = inner_->step(std::forward<Arguments>(arguments)...);
       after_update();
+      watched.show();
       return result;
     }
   }

@@ -489,6 +489,7 @@ TEST(Settings, WithoutEffectOnGradientsThatNothingSums) {
     EXPECT_THAT(said(sets, 4), IsEmpty());
   }
   EXPECT_THAT(said({"mesh.cp=2"}, 2), IsEmpty());
+  EXPECT_THAT(said({"mesh.tp=2", "precision.params=bf16"}, 2), IsEmpty()) << "gradients are kept in it";
   EXPECT_THAT(said({"mesh.tp=2", "zero.stage=1", "model.experts=4"}, 2), IsEmpty()) << "whose ranks sum the experts' gradients";
 }
 

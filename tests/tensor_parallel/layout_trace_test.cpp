@@ -132,6 +132,21 @@ TEST(LayoutTrace, TakesInputsFromWhereARunHasThem) {
   check_parallel_plan(*net, 2, plan, [&] { EXPECT_EQ(net(at::randn({2, 6, 8})).sizes(), at::IntArrayRef({2, 7, 8})); });
 }
 
+/// What the host's tensor becomes would be followed nowhere.
+TEST(LayoutTrace, WhatIsWrittenIsNoInput) {
+  auto net = on_meta([&] {
+    return Between(
+        [](const at::Tensor& u) {
+          const at::Tensor host = at::zeros({6, 12});
+          host.add_(u.select(0, 0).detach());
+          return u * host;
+        },
+        [](const at::Tensor& y) { return y; });
+  });
+  const ParallelPlan plan{{"w1", ColumnParallel{}}, {"w2", RowParallel{}}};
+  EXPECT_ANY_THROW(check_parallel_plan(*net, 2, plan, [&] { net(at::randn({2, 6, 8})); }));
+}
+
 TEST(LayoutTrace, WhatGoesAlongTheCutIsRefused) {
   using Function = BetweenImpl::Function;
   const Function same = [](const at::Tensor& y) { return y; };

@@ -14,6 +14,7 @@
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
 #include "tests/nn/net.h"
+#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -64,6 +65,59 @@ TEST(StaleUnits, OurOptimizersLeaveNone) {
       for (const auto& waited : {trained(false), trained(true, /*find_unused=*/true)}) {
         for (size_t rank = 0; rank < waited.size(); ++rank) EXPECT_TRUE(same_bits(waited[rank], gathered_again[rank])) << name << " on " << ranks;
       }
+    }
+  }
+}
+
+struct WideImpl : nn::Module {
+  WideImpl() { register_module("layer", layer); }
+  at::Tensor forward(const at::Tensor& x) { return layer(x); }
+  nn::Linear layer{64, 65};
+};
+TESSERA_MODULE(Wide);
+struct PlainWide : torch::nn::Module {
+  PlainWide() { register_module("layer", layer); }
+  at::Tensor forward(const at::Tensor& x) { return layer->forward(x); }
+  torch::nn::Linear layer{64, 65};
+};
+
+/// There a view of a parameter is a forward's: what optimizers make of theirs is not.
+TEST(StaleUnits, InEvaluationModeOurOptimizersUpdateSlicesToo) {
+  const at::Device device = test_device();
+  const auto weights = [&](auto& net, const auto& forward, const std::string& name, const comm::Group& ranks, bool evaluates) {
+    torch::nn::Module& module = *net;
+    fill_parameters(module);
+    module.to(device);
+    auto sharded = fully_shard(module, ranks, {.average = true});
+    OptimConfig config;
+    config.name = name;
+    const auto optimizer = optim::make_optimizer(config, nn::unique_parameters(module), optim::whole_model(module, *sharded));
+    module.train(!evaluates);
+    for (int step = 0; step < 2; ++step) {
+      forward(at::ones({2, 64}, device) * (step + 1)).square().mean().backward();
+      const c10::NoGradGuard no_grad;
+      optimizer->step(0.01);
+      for (const auto& parameter : module.parameters()) parameter.mutable_grad() = at::Tensor();
+    }
+    sharded->unshard();
+    std::vector<at::Tensor> all;
+    for (const auto& parameter : module.parameters()) all.push_back(parameter.detach().clone());
+    return all;
+  };
+  for (const std::string name : {"lion", "adam8bit"}) {
+    for (const int ranks : {1, 2, 3}) {
+      run_ranks(ranks, [&](World& world) {
+        for (const bool evaluates : {false, true}) {
+          Wide ours, alone;
+          auto plain = std::make_shared<PlainWide>();
+          const auto expected = weights(alone, [&](const at::Tensor& x) { return alone(x); }, name, comm::Group::self(), false);
+          // Three ranks' mean of one gradient has other last bits; a step is 0.01.
+          const auto by_calls = weights(ours, [&](const at::Tensor& x) { return ours(x); }, name, world.group(), evaluates);
+          const auto by_operators = weights(plain, [&](const at::Tensor& x) { return plain->forward(x); }, name, world.group(), evaluates);
+          EXPECT_LT(largest_difference(by_calls, expected), 1e-3) << name << evaluates;
+          EXPECT_LT(largest_difference(by_operators, expected), 1e-3) << name << evaluates;
+        }
+      });
     }
   }
 }

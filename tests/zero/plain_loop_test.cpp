@@ -1135,6 +1135,70 @@ TEST(ZeroPlainLoop, AGraphFromBeforeAnUpdateIsRefused) {
   }
 }
 
+/// One wrapper, an optimizer for each of two networks: the generator's graph is older than the discriminator's update, and saved nothing that it wrote.
+TEST(ZeroPlainLoop, AnUpdateCountsForWhatItsOptimizerHolds) {
+  struct Pair : torch::nn::Module {
+    Pair() {
+      register_module("g1", g1);
+      register_module("g2", g2);
+      register_module("d1", discriminator);
+      fill_parameters(*this);
+    }
+    at::Tensor generated(const at::Tensor& z) { return g2->forward(at::tanh(g1->forward(z))); }
+    torch::nn::Linear g1{4, 5}, g2{5, 4}, discriminator{4, 1};
+  };
+  const auto loop = [](Pair& net, torch::optim::Optimizer* of_generator, torch::optim::Optimizer* of_discriminator, const auto& step) {
+    for (int i = 1; i <= 3; ++i) {
+      net.discriminator->zero_grad();
+      const at::Tensor fake = net.generated(at::ones({2, 4}) * i);
+      net.discriminator->forward(fake.detach()).square().sum().backward();
+      step(of_discriminator);
+      net.g1->zero_grad();
+      net.g2->zero_grad();
+      net.discriminator->forward(fake).square().sum().backward();
+      step(of_generator);
+    }
+  };
+  Pair whole;
+  const auto of_whole = whole.parameters();
+  const auto g = make_adam({of_whole.begin(), of_whole.begin() + 4}), d = make_adam(whole.discriminator->parameters());
+  loop(whole, g.get(), d.get(), [](torch::optim::Optimizer* optimizer) { optimizer->step(); });
+  for (const int stage : {1, 2}) {
+    run_ranks(2, [&](World& world) {
+      Pair net;
+      ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = stage, .average = true, .find_unused_parameters = true});
+      const auto of = [&](const std::string& part) {
+        return zero_optimizer(zero, [&](const std::vector<nn::NamedParameter>& updated) {
+          std::vector<at::Tensor> parts;
+          for (const auto& each : updated) {
+            if (each.name.starts_with(part)) parts.push_back(each.tensor);
+          }
+          return make_adam(parts);
+        });
+      };
+      auto generator = of("g"), discriminator = of("d");
+      loop(net, &generator.inner(), &discriminator.inner(),
+           [&](const torch::optim::Optimizer* optimizer) { optimizer == &generator.inner() ? generator.step() : discriminator.step(); });
+      EXPECT_LT(largest_difference(weights_of(net), weights_of(whole)), 10 * parity) << "stage " << stage;
+    });
+  }
+}
+
+TEST(ZeroPlainLoop, AClearBehindAnEnginesStepIsOne) {
+  for (const bool set_to_none : {true, false}) {
+    run_ranks(2, [&](World& world) {
+      Net net, other;
+      ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 2}), expected(other, {.shard = world.group()}, {.stage = 2});
+      const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+      run_step(net, zero, mine);
+      net.zero_grad(set_to_none);
+      backward(net, mine);
+      backward(other, mine);
+      for (size_t i = 0; i < zero.updated().size(); ++i) EXPECT_TRUE(at::equal(zero.updated()[i].tensor.grad(), expected.updated()[i].tensor.grad())) << i;
+    });
+  }
+}
+
 TEST(ZeroPlainLoop, AGradientOfThisRankAloneIsNotAddedTo) {
   for (const int ranks : {2, 3}) {
     for (const int stage : {1, 2}) {
@@ -1220,8 +1284,8 @@ TEST(ZeroPlainLoop, WhatIsPutOnAPartBehindAClearStays) {
 
 /// Whatever was made of a step's gradients before the model cleared them, as who leaves an update out does, is not added to the next step's.
 TEST(ZeroPlainLoop, WhatWasMadeOfGradientsBeforeAClearIsCleared) {
-  for (const bool set_to_none : {true, false}) {
-    run_ranks(2, [&](World& world) {
+  for (const auto& [set_to_none, looks] : {std::pair{true, false}, {false, false}, {true, true}, {false, true}}) {
+    run_ranks(2, [&, set_to_none = set_to_none, looks = looks](World& world) {
       Net net;
       ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 2});
       const auto pass = [&] { backward(net, part_of(whole_batch(samples), 2, world.rank())); };
@@ -1234,6 +1298,7 @@ TEST(ZeroPlainLoop, WhatWasMadeOfGradientsBeforeAClearIsCleared) {
       const std::vector<at::Tensor> once = gradients();
       for (const auto& part : zero.updated()) at::Tensor(part.tensor).mutable_grad() = part.tensor.grad() * 0.5;
       net.zero_grad(set_to_none);
+      if (looks) (void)zero.updated();  // for a log, or a checkpoint
       pass();
       EXPECT_TRUE(same_bits(gradients(), once)) << "to none " << set_to_none;
     });

@@ -167,6 +167,28 @@ TEST(Zero, UnusedParametersAreRefusedByNameAndRankAndNobodyHangs) {
   });
 }
 
+/// A head that is tied by a view which the constructor keeps.
+struct KeptViewImpl : torch::nn::Module {
+  KeptViewImpl() {
+    weight = register_parameter("weight", at::ones({7, 5}));
+    head = weight.t();
+  }
+  at::Tensor weight, head;
+};
+
+TEST(Zero, AViewFromBeforeTheWrapperIsRefusedByName) {
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      KeptViewImpl model;
+      const at::Tensor x = at::ones({3, 7}), held = at::matmul(x, model.weight);  // the graph holds the weight's memory
+      ShardedDataParallel zero(model, {.shard = world.group()}, {.stage = 2});
+      EXPECT_NO_THROW(at::matmul(x, model.weight));
+      EXPECT_THAT(refusal([&] { (void)at::matmul(at::ones({3, 5}), model.head); }),
+                  ::testing::AllOf(HasSubstr("sharded data parallelism: "), HasSubstr("given a view of 'weight'"), HasSubstr("in forward")));
+    });
+  }
+}
+
 TEST(Zero, MisuseIsRefused) {
   run_ranks(2, [&](World& world) {
     Net net;

@@ -99,7 +99,7 @@ tessera_sim_suite(cli ONLY AttentionBench.* PipelineBench.*)
 # Of plan, what a device refuses, and runs there; the rest are dry runs.
 tessera_sim_suite(plan ONLY Fit.ARefusalInARunIsExplained PlannedDevice.*)
 # Of train, what is about devices, where whole runs are held against the CPU's, and what goes with a run: reports of memory, texts, saves, skipped steps.
-tessera_sim_suite(train ONLY TrainDevice.* DeviceChange.* StepGraphs.* ExposedTimes.* HostReads.* BatchFeeds.* PipelineTimes.*
+tessera_sim_suite(train ONLY StaleUnits.InEvaluationMode* TrainDevice.* DeviceChange.* StepGraphs.* ExposedTimes.* HostReads.* BatchFeeds.* PipelineTimes.*
                   Pipeline.ValidatesAndGeneratesBetweenSteps MemoryWatchTest.* MemoryReport.* *Generation* Overflowing.* Saving.* PostValidation.* TrainerTest.* PlacedTraining.Activations*
                   LEFT_OUT Overflowing.OnOneRankSkipsTheStepOnAll Overflowing.StopsAfterSkipsInARowAndNamesRankAndParameter  # rms_norm to fp16, which devices refuse
                   Overflowing.ALossThatIsNoNumberInTwoStepsRunningStopsAtAnyScale
