@@ -14,7 +14,6 @@
 #include "tessera/precision/master_weights.h"
 #include "tessera/precision/policy.h"
 #include "tests/nn/net.h"
-#include "tests/test_device.h"
 
 namespace tessera {
 namespace {
@@ -83,18 +82,16 @@ struct PlainWide : torch::nn::Module {
 
 /// There a view of a parameter is a forward's: what optimizers make of theirs is not.
 TEST(StaleUnits, InEvaluationModeOurOptimizersUpdateSlicesToo) {
-  const at::Device device = test_device();
   const auto weights = [&](auto& net, const auto& forward, const std::string& name, const comm::Group& ranks, bool evaluates) {
     torch::nn::Module& module = *net;
     fill_parameters(module);
-    module.to(device);
     auto sharded = fully_shard(module, ranks, {.average = true});
     OptimConfig config;
     config.name = name;
     const auto optimizer = optim::make_optimizer(config, nn::unique_parameters(module), optim::whole_model(module, *sharded));
     module.train(!evaluates);
     for (int step = 0; step < 2; ++step) {
-      forward(at::ones({2, 64}, device) * (step + 1)).square().mean().backward();
+      forward(at::ones({2, 64}) * (step + 1)).square().mean().backward();
       const c10::NoGradGuard no_grad;
       optimizer->step(0.01);
       for (const auto& parameter : module.parameters()) parameter.mutable_grad() = at::Tensor();
