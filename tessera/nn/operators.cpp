@@ -1,5 +1,7 @@
 #include "tessera/nn/operators.h"
 
+#include <algorithm>
+#include <array>
 #include <numeric>
 #include <string_view>
 #include <utility>
@@ -75,6 +77,17 @@ OperatorScope::OperatorScope(std::shared_ptr<OperatorHooks> hooks) {
   guard_ = std::make_unique<Guard>(std::move(hooks));
 }
 OperatorScope::~OperatorScope() = default;
+
+bool updates_statistics(const std::string& name, at::ArrayRef<c10::IValue> arguments) {
+  constexpr std::array kNorms{"aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"};
+  return std::ranges::any_of(kNorms, [&](const char* norm) { return name == norm; }) && arguments[5].toBool();
+}
+
+bool writes_argument(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t index) {
+  const auto* const alias = schema.arguments()[index].alias_info();
+  if (alias != nullptr && alias->isWrite()) return true;
+  return std::ranges::find(kStatistics, index) != kStatistics.end() && updates_statistics(schema.name(), arguments);
+}
 
 double product_flops(const std::string& name, at::ArrayRef<c10::IValue> arguments) {
   const auto sizes = [&](size_t i) { return arguments[i].toTensor().sizes(); };

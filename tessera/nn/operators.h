@@ -1,5 +1,7 @@
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <memory>
 #include <string>
 
@@ -69,6 +71,14 @@ class OperatorScope {
   struct Guard;
   std::unique_ptr<Guard> guard_;
 };
+
+/// Running statistics, which normalisations write without saying so in their schema: whether this call does, and which of its arguments they are.
+/// `arguments` are those of the operator `name`.
+bool updates_statistics(const std::string& name, at::ArrayRef<c10::IValue> arguments);
+inline constexpr std::array<size_t, 2> kStatistics{3, 4};
+
+/// Whether the call writes its argument `index`, by its schema or as a running statistic.
+bool writes_argument(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, size_t index);
 
 /// FLOPs of the matrix products in this call (two per multiplication with addition; attention's two products whole, causal or not), 0 for every other
 /// operator. `arguments` are those of the operator `name`.

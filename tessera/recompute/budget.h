@@ -12,7 +12,7 @@ namespace tessera {
 /// What a module keeps from forward to backward, and what it costs to compute that again.
 struct RecomputeCost {
   std::string path;
-  int64_t input_bytes = 0;  ///< of its inputs: kept either way
+  int64_t input_bytes = 0;  ///< of its inputs, and of what its buffers held that it writes: kept either way
   int64_t inner_bytes = 0;  ///< of what is saved inside: kept unless the module is recomputed
   double flops = 0;         ///< of a second forward: those of matrix products, and one for every element another operator writes
 };

@@ -1,4 +1,5 @@
 #include <memory>
+#include <optional>
 #include <unordered_map>
 
 #include "tessera/core/error.h"
@@ -6,6 +7,7 @@
 #include "tessera/nn/operators.h"
 #include "tessera/nn/saved_tensors.h"
 #include "tessera/recompute/budget.h"
+#include "tessera/recompute/former_buffers.h"
 #include "tessera/recompute/kept_values.h"
 
 // Saved tensors are counted by storage, each for the first module that keeps it, since views of one memory are kept once; storages are held for so long, or a
@@ -59,7 +61,7 @@ class Meter final : public nn::Interceptor {
  public:
   Meter(RecomputeCost& cost, Storages& known) : cost_(cost), known_(known) {}
 
-  nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override {
+  nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     SavedBytes input_bytes(known_, cost_.input_bytes);
     for (const auto& input : inputs) {
       nn::map_tensors(input, [&](const at::Tensor& tensor) {
@@ -69,7 +71,12 @@ class Meter final : public nn::Interceptor {
     }
     const nn::SavedTensorScope saved(std::make_shared<SavedBytes>(known_, cost_.inner_bytes));
     const nn::OperatorScope operators(std::make_shared<ForwardFlops>(cost_.flops));
-    return next(std::move(inputs));
+    FormerBuffers buffers(module, cost_.path);
+    std::optional<nn::OperatorScope> watched;
+    if (buffers.has_any()) watched.emplace(buffers.recorder());
+    nn::Values outputs = next(std::move(inputs));
+    cost_.input_bytes += buffers.copied_bytes();
+    return outputs;
   }
 
  private:

@@ -37,13 +37,14 @@ struct RecomputeOptions {
 /// In segments of k of n modules, n/k inputs are kept, and while a segment's backward runs what its k modules save (sqrt(n) of both where k is sqrt(n); the
 /// same paper): when the last of them is due, all are computed again, from the first, once. What a module is given beside the output of the one before is kept.
 ///
-/// Kept per call: the inputs (the outputs of `keep` besides). Time: a second forward of the module, up to the last operator that saved something.
-/// The call is repeated with what the thread had set the first time: SampleScope, autocast, kernel choice, random generators (those of the devices in use,
-/// where the call drew from them; ranks that are threads share libtorch's CPU generator and must not draw from it at once). Recomputation starts where this
-/// interceptor sits: what was attached to the module before runs again (tensor parallelism), what was attached later does not (FSDP, whose backward has
-/// gathered the module by then). Interceptors of modules inside run again; nn::recomputing() tells them. Nests: an inner module's inputs are then recomputed
-/// themselves. Off while gradients are not recorded, and in modules that are not training. Forward runs twice, so side effects do, too: running statistics of
-/// BatchNorm are updated twice.
+/// Kept per call: the inputs, and what the buffers held that forward writes (the outputs of `keep` besides). Time: a second forward of the module, up to the
+/// last operator that saved something. The call is repeated with what the thread had set the first time: SampleScope, autocast, kernel choice, random
+/// generators (those of the devices in use, where the call drew from them; ranks that are threads share libtorch's CPU generator and must not draw from it at
+/// once). Recomputation starts where this interceptor sits: what was attached to the module before runs again (tensor parallelism), what was attached later
+/// does not (FSDP, whose backward has gathered the module by then). Interceptors of modules inside run again; nn::recomputing() tells them. Nests: an inner
+/// module's inputs are then recomputed themselves. Off while gradients are not recorded, and in modules that are not training. Of buffers that forward writes
+/// (running statistics, the vectors of a power iteration) the former values are kept: the second pass finds them, and leaves the buffers as they were. Other
+/// side effects occur twice.
 ///
 /// Throws ConfigError where the pattern matches nothing (nearest path), a module cannot be intercepted, `keep` names no operator (nearest) or one whose output
 /// cannot be kept, there is no attention core, or the budget cannot be met; in backward where a recomputation saves other tensors than the first forward did

@@ -24,6 +24,9 @@ namespace {
 /// Breaks a recomputation off when nothing more is needed of it. No std::exception: a module that catches those lets it pass.
 struct AllComputed {};
 
+/// Breaks one off that does not write a buffer as the first pass did.
+struct LeavesUnwritten {};
+
 std::string describe(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
   return detail::concat(c10::toString(dtype), " ", sizes, " on ", device.str());
 }
@@ -52,6 +55,7 @@ class RecomputedCall::Dropper final : public nn::SavedTensorHooks {
   explicit Dropper(std::shared_ptr<RecomputedCall> call) : call_(std::move(call)) {}
   std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
     auto& entries = call_->entries_;
+    call_->buffers_.before_saving();
     const c10::VariableVersion& writes = tensor.unsafeGetTensorImpl()->version_counter();
     entries.push_back({.sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type(), .device = tensor.device(), .writes = writes});
     if (writes.enabled()) entries.back().version = writes.current_version();
@@ -71,6 +75,7 @@ class RecomputedCall::Filler final : public nn::SavedTensorHooks {
   std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
     if (threw_) call_.refuse_caught();
     threw_ = true;  // unless it returns
+    if (call_.buffers_.leaves_unwritten(next_)) throw LeavesUnwritten{};
     if (next_ == call_.entries_.size()) call_.refuse_more(trace_.current());
     Entry& entry = call_.entries_[next_];
     const bool same = tensor.sizes() == at::IntArrayRef(entry.sizes) && tensor.scalar_type() == entry.dtype && tensor.device() == entry.device;
@@ -159,7 +164,12 @@ at::Tensor RecomputedCall::output(size_t index) {
 
 RecomputedCall::RecomputedCall(nn::Module& module, const nn::Values& inputs, const nn::Next& next, std::shared_ptr<const std::set<std::string>> keep,
                                std::shared_ptr<RecomputedCall> before)
-    : module_(nn::share(module)), path_(module.path()), next_(next), inputs_(RecomputedCall::keep(inputs, std::move(before))), state_(inputs) {
+    : module_(nn::share(module)),
+      path_(module.path()),
+      next_(next),
+      inputs_(RecomputedCall::keep(inputs, std::move(before))),
+      state_(inputs),
+      buffers_(*module_, path_) {
   if (keep) outputs_.emplace(std::move(keep), path_);
   note_state(versions_);
 }
@@ -170,8 +180,9 @@ nn::Values RecomputedCall::call(nn::Module& module, nn::Values inputs, const nn:
   nn::Values outputs;
   {
     const nn::SavedTensorScope dropped(std::make_shared<Dropper>(made));
-    std::optional<nn::OperatorScope> kept;
+    std::optional<nn::OperatorScope> kept, watched;
     if (made->outputs_) kept.emplace(made->outputs_->recorder());
+    if (made->buffers_.has_any()) watched.emplace(made->buffers_.recorder());
     outputs = made->next_(std::move(inputs));
   }
   made->forward_done();
@@ -196,11 +207,16 @@ void RecomputedCall::note_state(std::vector<std::optional<uint32_t>>& versions) 
 void RecomputedCall::forward_done() {
   state_.forward_done();
   if (outputs_) outputs_->forward_done();
+  buffers_.forward_done();
   std::vector<std::optional<uint32_t>> after;
   note_state(after);
   after.resize(versions_.size());
   for (size_t i = 0; i < versions_.size(); ++i) {
     if (after[i] != versions_[i]) versions_[i].reset();
+  }
+  const auto buffers = module_->buffers();
+  for (size_t i = 1; i <= std::min(buffers.size(), versions_.size()); ++i) {
+    if (buffers_.wrote(buffers[buffers.size() - i])) versions_[versions_.size() - i].reset();
   }
 }
 
@@ -231,25 +247,39 @@ at::Tensor RecomputedCall::unpack(size_t index) {
 
 /// `to_the_end`: for what it returns, beside what it saves.
 void RecomputedCall::compute_again(bool to_the_end) {
+  while (!pass_again(to_the_end)) {
+  }
+}
+
+/// False: it is to be made anew, with other buffers as they are.
+bool RecomputedCall::pass_again(bool to_the_end) {
   const auto self = shared_from_this();
   const auto last = std::find_if(entries_.rbegin(), entries_.rend(), [](const Entry& entry) { return entry.alive; });
   const auto wanted = to_the_end ? std::numeric_limits<size_t>::max() : static_cast<size_t>(entries_.rend() - last);
   refuse_written();
   nn::Values inputs = inputs_.restore();  // which may be dropped, too: then the module around this one is computed again first
+  auto former = buffers_.restore();
   const nn::RecomputingScope recomputing;
   const at::AutoGradMode recorded(true);
   const ThreadState::Guard state(state_);
+  const FormerBuffers::Guard buffers(buffers_, std::move(former));
   const OperatorTrace trace;
   const auto filler = std::make_shared<Filler>(*this, wanted, trace);
   try {
     const nn::SavedTensorScope filled(filler);
-    std::optional<nn::OperatorScope> replayed;
+    std::optional<nn::OperatorScope> replayed, watched;
     if (outputs_) replayed.emplace(outputs_->replayer());
+    if (buffers_.has_any()) watched.emplace(buffers_.replayer());  // sees what kept outputs stand in for
     const nn::Values outputs = next_(std::move(inputs));
     if (filler->threw()) refuse_caught();
-    if (to_the_end && filler->saved() == entries_.size()) return take_outputs(outputs);
+    if (to_the_end && filler->saved() == entries_.size()) {
+      take_outputs(outputs);
+      return true;
+    }
   } catch (const AllComputed&) {
-    return;
+    return true;
+  } catch (const LeavesUnwritten&) {
+    return false;
   } catch (...) {
     for (auto& entry : entries_) entry.tensor = at::Tensor();
     throw;
@@ -261,7 +291,7 @@ void RecomputedCall::take_outputs(const nn::Values& outputs) {
   size_t next = 0;
   for (const auto& value : outputs) {
     nn::map_tensors(value, [&](const at::Tensor& tensor) {
-      if (next < returned_.size()) returned_[next].again = tensor.detach();
+      if (next < returned_.size()) returned_[next].again = buffers_.share_memory_with(tensor) ? tensor.detach().clone() : tensor.detach();
       ++next;
       return tensor;
     });

@@ -10,6 +10,7 @@
 #include "tessera/nn/interceptor.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/saved_tensors.h"
+#include "tessera/recompute/former_buffers.h"
 #include "tessera/recompute/kept_outputs.h"
 #include "tessera/recompute/kept_values.h"
 #include "tessera/recompute/thread_state.h"
@@ -64,6 +65,7 @@ class RecomputedCall : public std::enable_shared_from_this<RecomputedCall> {
   at::Tensor output(size_t index);
   at::Tensor unpack(size_t index);
   void compute_again(bool to_the_end = false);
+  bool pass_again(bool to_the_end);
   void note_state(std::vector<std::optional<uint32_t>>& versions) const;
   void forward_done();
   void refuse_written() const;
@@ -78,6 +80,7 @@ class RecomputedCall : public std::enable_shared_from_this<RecomputedCall> {
   KeptValues inputs_;
   ThreadState state_;
   std::optional<KeptOutputs> outputs_;
+  FormerBuffers buffers_;
   std::vector<Output> returned_;  ///< tensors, where another call may continue this one
   std::vector<Entry> entries_;
   std::vector<std::optional<uint32_t>> versions_;  ///< of the module's parameters and buffers; of a buffer that its forward writes, none

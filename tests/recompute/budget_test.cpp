@@ -127,6 +127,29 @@ TEST(MeasureRecompute, CountsBytesSavedAndFlopsOnceEachAlsoOnMeta) {
   }
 }
 
+/// What is kept of it beside the input, for the second pass.
+TEST(MeasureRecompute, CountsWhatABufferHeldThatForwardWrites) {
+  struct CountingImpl : nn::Module {
+    explicit CountingImpl(at::Device device) {
+      seen = register_buffer("seen", at::zeros({5}, device));
+      scale = register_buffer("scale", at::ones({4}, device));
+    }
+    at::Tensor forward(const at::Tensor& x) {
+      const at::NoGradGuard no_grad;
+      seen.add_(1);
+      const at::AutoGradMode on(true);
+      return (x * scale).exp();
+    }
+    at::Tensor seen, scale;
+  };
+  for (const at::Device device : {at::kCPU, at::kMeta}) {
+    const auto counting = std::make_shared<CountingImpl>(device);
+    const auto costs = measure_recompute(*counting, "", [&] { nn::call(*counting, at::zeros({10, 4}, device).requires_grad_()); });
+    ASSERT_EQ(costs.size(), 1);
+    EXPECT_EQ(costs[0].input_bytes, 10 * 4 * 4 + 5 * 4);
+  }
+}
+
 TEST(MeasureRecompute, RefusesModulesInsideOneAnother) {
   Tower tower;
   EXPECT_THROW(measure_recompute(*tower, "**", [&] { tower(at::zeros({1, 4})); }), ConfigError);

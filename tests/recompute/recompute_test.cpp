@@ -255,6 +255,35 @@ TEST(Recompute, AParameterWrittenBeforeBackwardIsRefusedByName) {
   EXPECT_EQ(with_write([](Net&) {}), "not refused");
 }
 
+/// Limits its weight as it goes, which changes nothing the second time.
+struct LimitedImpl : nn::Module {
+  LimitedImpl() : w(8, 8) { register_module("w", w); }
+  at::Tensor forward(const at::Tensor& x) {
+    {
+      const at::NoGradGuard no_grad;
+      w->weight.clamp_(-0.125, 0.125);
+    }
+    return w(x).exp();
+  }
+  nn::Linear w;
+};
+TESSERA_MODULE(Limited);
+
+TEST(Recompute, AParameterThatItsForwardWritesIsNotRefused) {
+  std::vector<at::Tensor> gradients;
+  for (const bool recomputed : {false, true}) {
+    Limited limited;
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& p : limited->parameters()) p.copy_(at::sin(at::arange(p.numel(), at::kFloat)).view_as(p));
+    }
+    const Attachment attached = recomputed ? recompute(limited, {.modules = ""}) : Attachment();
+    limited(input()).sum().backward();
+    gradients.push_back(limited->w->weight.grad());
+  }
+  EXPECT_TRUE(at::equal(gradients[0], gradients[1]));
+}
+
 /// Scales by a buffer, and counts its calls in another.
 struct ScaledImpl : nn::Module {
   ScaledImpl() {

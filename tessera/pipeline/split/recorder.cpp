@@ -18,6 +18,7 @@
 #include "tessera/nn/dropout.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/operator_watch.h"
+#include "tessera/nn/operators.h"
 #include "tessera/pipeline/split/known_tensors.h"
 #include "tessera/pipeline/split/zeros.h"
 
@@ -58,12 +59,6 @@ bool has_shape_of_values(const c10::OperatorHandle& op, const torch::jit::Stack&
     return index && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte);
   });
 }
-
-/// Running statistics, which these write without saying so in their schema: the arguments, and the one that says whether.
-bool updates_statistics(const std::string& name, at::ArrayRef<c10::IValue> arguments) {
-  return is_among(name, {"aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::cudnn_batch_norm"}) && arguments[5].toBool();
-}
-constexpr std::initializer_list<size_t> kStatistics{3, 4};
 
 std::string above(const std::string& name) {
   const auto dot = name.rfind('.');
@@ -276,8 +271,8 @@ class Recorder final : public nn::OperatorWatcher {
 
   void note_statistics(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
     const at::ArrayRef<c10::IValue> arguments(stack.data() + first, stack.size() - first);
-    if (!updates_statistics(op.schema().name(), arguments)) return;
-    for (const size_t i : kStatistics) {
+    if (!nn::updates_statistics(op.schema().name(), arguments)) return;
+    for (const size_t i : nn::kStatistics) {
       const auto found = arguments[i].isTensor() ? state_.find(arguments[i].toTensor().unsafeGetTensorImpl()) : state_.end();
       if (found != state_.end()) add_write(*inside_, found->second);
     }
@@ -287,11 +282,9 @@ class Recorder final : public nn::OperatorWatcher {
     const auto& schema = op.schema();
     Node node{.op = op, .name = plain_name(schema.name()), .grad_mode = at::GradMode::is_enabled()};
     const at::ArrayRef<c10::IValue> arguments(stack.data() + first, stack.size() - first);
-    const bool statistics = updates_statistics(schema.name(), arguments);
     std::optional<std::string> state;
     for (size_t i = 0; i < arguments.size(); ++i) {
-      const auto* const alias = schema.arguments()[i].alias_info();
-      const bool writes = (alias && alias->isWrite()) || (statistics && std::ranges::find(kStatistics, i) != kStatistics.end());
+      const bool writes = nn::writes_argument(schema, arguments, i);
       node.arguments.push_back(slot_of(arguments[i], writes));
       for (const int value : node.arguments.back().values) {
         if (value < 0) continue;
