@@ -154,6 +154,7 @@ class FullyShardedDataParallel::Impl {
     choose_calls(plan);  // refuses before anything is cut, which nobody would make whole again
     nn::require_same_parts("fully_shard", parameters_of(plan), {group_, options_.replicate});
     nn::refuse_shared_memory("fully_shard", module_, parameters_of(plan));
+    nn::FormerMemory former("fully_shard", parameters_of(plan));
     const comm::CallSite site("fsdp.start");
     if (has_values(own_parameters())) {
       equalize_replicas(module_, group_, options_.replicas, options_.only);
@@ -171,6 +172,7 @@ class FullyShardedDataParallel::Impl {
                                          .done = [this] { late_->refuse("fully_shard"); }});
     choose_trigger(std::move(plan));
     late_.emplace(module_, options_.only);
+    former.refuse_use();
   }
 
   /// Leaves slices. Nothing is waited for, and nothing thrown: a true exception may be on its way.

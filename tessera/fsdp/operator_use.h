@@ -1,12 +1,13 @@
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
+
+#include "tessera/nn/operands.h"
 
 namespace tessera {
 
@@ -23,26 +24,8 @@ enum class OperatorUse {
   Alike    ///< it takes others, and all have the slice's shape
 };
 
-/// Where a tensor stands among an operator's arguments.
-struct OperandPlace {
-  size_t argument;
-  std::optional<size_t> item{};  ///< where the argument is a list: in it
-};
-
-/// Calls visit(tensor, place) for each tensor that an operator is given, in lists, too.
-template <class Visit>
-void for_each_operand(at::ArrayRef<c10::IValue> arguments, const Visit& visit) {
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].isTensor()) {
-      if (arguments[i].toTensor().defined()) visit(arguments[i].toTensor(), OperandPlace{i});
-    } else if (arguments[i].isList() && !arguments[i].isIntList()) {
-      const at::ArrayRef<c10::IValue> items = arguments[i].toListRef();
-      for (size_t k = 0; k < items.size(); ++k) {
-        if (items[k].isTensor() && items[k].toTensor().defined()) visit(items[k].toTensor(), OperandPlace{i, k});
-      }
-    }
-  }
-}
+using nn::for_each_operand;
+using nn::OperandPlace;
 
 /// What the operator computes with beside the tensor at `place`: all tensors of its other arguments; of a list as long as the one that it stands in, the item
 /// that stands at its place (at::_foreach_add_(averages, parameters)).
@@ -69,6 +52,10 @@ bool makes_views(const c10::FunctionSchema& schema);
 
 /// Whether the operator fills its first argument with random numbers.
 bool draws_in_place(const std::string& name);
+
+/// Whether what the operator does with the tensor at `place` goes by where rows (dimension 0) stand in it, or by all of them: it takes some out, masks by their
+/// number, or reduces over them. Goes by names, dimensions and indices, never by sizes. A reduction that names no dimension does not count.
+bool goes_by_rows(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const OperandPlace& place);
 
 /// Whether all floating-point arguments of the operator have to be of one dtype (products, convolutions).
 bool needs_one_dtype(const std::string& name);

@@ -50,6 +50,7 @@ void SliceGuards::before(const c10::FunctionSchema& schema, Arguments arguments,
   refuse_flat_gradients(schema, arguments);
   refuse_whole_state(schema, arguments, in_call);
   refuse_draws(schema, arguments);
+  refuse_by_rows(schema, arguments, /*are_slices=*/false);
 }
 
 /// clip_grad_norm_ of libtorch takes a norm of each gradient, or the largest absolute value.
@@ -124,6 +125,26 @@ void SliceGuards::refuse_draws(const c10::FunctionSchema& schema, Arguments argu
           "', of which each rank has a slice, and would draw other values than one process does, the same ones on ranks that are seeded alike; initialize in "
           "on_meta (its second argument, nn::set_init) and materialize, or before fully_shard, or after unshard",
           copied ? "" : ". For this rank's rows alone draw into parameter.detach()");
+}
+
+/// Each rank would take its own rows for the matrix: triu_, fill_diagonal_, index_fill_, weight[0], gradient.mean(0). Handles (detach()) are this rank's rows,
+/// and a parameter that is not written may be the whole, unless `are_slices`.
+void SliceGuards::refuse_by_rows(const c10::FunctionSchema& schema, Arguments arguments, bool are_slices) const {
+  if (!tensors_.are_cut()) return;
+  for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& operand) {
+    const bool is_written = writes(schema, operand.argument);
+    const UnitPlace* const parameter = are_slices || is_written ? tensors_.parameter(tensor) : nullptr;
+    const bool may_be_gradient = !parameter && (is_written || operand.argument == 0) && !tensor.requires_grad() && step_.looped();
+    if ((!parameter && !may_be_gradient) || tensor.is_meta() || !goes_by_rows(schema, arguments, operand)) return;
+    const std::optional<UnitPlace> gradient = may_be_gradient ? tensors_.find_gradient(tensor) : std::nullopt;
+    if (!parameter && !gradient) return;
+    throw ConfigError(detail::concat(
+        "fully_shard: ", schema.name(), " was given ", gradient ? "the gradient of '" : "'", tensors_.name(parameter ? *parameter : *gradient),
+        "', of which each rank has a slice, some rows, and does what goes by the number of a row in the whole, or by all rows: each rank would take its slice ",
+        "for the whole. ", gradient ? "" : "Do so before fully_shard, or after unshard; or ", gradient ? "Write" : "write",
+        " by elements with this rank's rows of a whole mask, as in mul_(take(mask, nn::slice_of(parameter))); for this rank's rows alone give the operator a "
+        "detach()"));
+  });
 }
 
 /// Whether an operator that is no layer takes `handle` beside values of another shape, as a forward does and an optimizer in a loop does not.

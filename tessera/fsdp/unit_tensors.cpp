@@ -64,6 +64,11 @@ std::optional<UnitPlace> UnitTensors::find_memory(const at::Tensor& tensor) cons
   return storage->whole ? find_whole(tensor) : std::optional(storage->place);
 }
 
+std::optional<UnitPlace> UnitTensors::find_gradient(const at::Tensor& tensor) const {
+  const auto found = std::ranges::find_if(parameters_, [&](const auto& item) { return item.first->grad().is_same(tensor); });
+  return found == parameters_.end() ? std::nullopt : std::optional(found->second);
+}
+
 bool UnitTensors::is_gradient(const c10::IValue& value) const {
   const auto is = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.has_storage()) return false;

@@ -36,6 +36,8 @@ class UnitTensors {
   std::optional<UnitPlace> find_whole(const at::Tensor& tensor) const;
   /// Which parameter `tensor` lies in, be it the slice, in whatever shape, or the whole.
   std::optional<UnitPlace> find_memory(const at::Tensor& tensor) const;
+  /// Whose gradient `tensor` is itself, and no handle on it.
+  std::optional<UnitPlace> find_gradient(const at::Tensor& tensor) const;
   /// Whether it is the gradient of a parameter, or a view of one, or a list with one.
   bool is_gradient(const c10::IValue& value) const;
 

@@ -6,6 +6,7 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/shared_memory.h"
 
 namespace tessera::nn {
 
@@ -27,10 +28,12 @@ void cut_parameter(const at::Tensor& parameter, Slice part) {
     materialize_storage(parameter, at::kMeta);
     return;
   }
+  FormerMemory former("parallelize_module, expert_parallel", {{.name = held.name, .tensor = parameter, .aliases = {}}});
   const at::Tensor values = take(parameter.detach(), part).clone();
   set_slice(parameter, std::move(part));
   materialize_storage(parameter, parameter.device());
   parameter.copy_(values);
+  former.refuse_use();
 }
 
 }  // namespace tessera::nn

@@ -1,10 +1,14 @@
 // What programs do around a loop over sharded modules that would part ranks without a word: it is right, or it is refused by name.
 
+#include <functional>
 #include <limits>
 #include <sstream>
 
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/init.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/nn/utils/convert_parameters.h>
 #include <torch/optim/adagrad.h>
@@ -303,6 +307,117 @@ TEST(FullyShardLoop, MemoryOfTwoNamesIsRefused) {
                   AllOf(HasSubstr("'first.weight'"), HasSubstr("'alias'"), HasSubstr(" share memory")));
     }
   });
+}
+
+/// A head that is tied by a view which the constructor keeps.
+struct KeptViewImpl : torch::nn::Module {
+  KeptViewImpl() : embedding(7, 5) {
+    register_module("embedding", embedding);
+    fill_parameters(*this);
+    head = embedding->weight.t();
+  }
+  at::Tensor forward(const at::Tensor& ids) { return at::matmul(embedding->forward(ids), head); }
+
+  torch::nn::Embedding embedding;
+  at::Tensor head;
+};
+
+TEST(FullyShardLoop, AViewFromBeforeTheWrapperIsRefusedByName) {
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      KeptViewImpl model;
+      const at::Tensor ids = at::arange(6), before = model.forward(ids);  // whose graph is held
+      auto sharded = fully_shard(model, world.group());
+      EXPECT_THAT(refusal([&] { (void)model.forward(ids); }),
+                  AllOf(HasSubstr("fully_shard: "), HasSubstr("given a view of 'embedding.weight'"), HasSubstr("in forward")));
+    });
+  }
+}
+
+struct TwoLayersImpl : nn::Module {
+  TwoLayersImpl() : first(6, 6), last(6, 2) {
+    register_module("first", first);
+    register_module("last", last);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return last(at::tanh(first(x))); }
+
+  nn::Linear first, last;
+};
+
+struct TwoPlainLayersImpl : torch::nn::Module {
+  TwoPlainLayersImpl() : first(6, 6), last(6, 2) {
+    register_module("first", first);
+    register_module("last", last);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return last(at::tanh(first(x))); }
+
+  torch::nn::Linear first, last;
+};
+
+template <class Model>
+void refuse_writes_by_rows(int ranks) {
+  const at::Tensor first_row = at::zeros({1}, at::kLong), x = random_tensor({4, 6}, "x");
+  using Write = std::function<void(at::Tensor)>;
+  const std::vector<std::pair<std::string, Write>> by_rows{
+      {"triu_", [](at::Tensor t) { t.triu_(); }},
+      {"fill_diagonal_", [](at::Tensor t) { t.fill_diagonal_(0); }},
+      {"index_fill_", [&](at::Tensor t) { t.index_fill_(0, first_row, 0.); }},
+      {"index_fill_", [&](at::Tensor t) { t.index_fill_(-2, first_row, 0.); }},
+      {"index_put_", [&](at::Tensor t) { t.index_put_({first_row}, 0.); }},
+      {"index_add_", [&](at::Tensor t) { t.index_add_(0, first_row, at::ones({1, 6})); }},
+      {"scatter_", [&](at::Tensor t) { t.scatter_(0, at::zeros({1, 6}, at::kLong), 0.); }},
+      {"renorm_", [](at::Tensor t) { t.renorm_(2, 1, 0.5); }},
+      {"cumsum_", [](at::Tensor t) { t.cumsum_(0); }},
+      {"eye", [](const at::Tensor& t) { torch::nn::init::eye_(t); }},
+  };
+  const std::vector<Write> by_elements{
+      [](at::Tensor t) { t.renorm_(2, 0, 0.5); },
+      [&](at::Tensor t) { t.index_fill_(1, first_row, 0.); },
+      [](at::Tensor t) { t.index_put_({t.detach().abs() < 0.1}, 0.); },
+      [](at::Tensor t) { t.clamp_(-1, 1); },
+      [](at::Tensor t) { t.detach().narrow(0, 0, t.size(0) / 2).zero_(); },
+  };
+  run_ranks(ranks, [&](World& world) {
+    Model model;
+    auto sharded = fully_shard(model, world.group());
+    const at::Tensor weight = model.first->weight, last = model.last->bias;
+    const auto writes = [&](const at::Tensor& written, const std::string& whose) {
+      const at::NoGradGuard no_grad;
+      const at::Tensor before = written.detach().clone();
+      for (const auto& [name, write] : by_rows) {
+        EXPECT_THAT(refusal([&] { write(written); }), AllOf(HasSubstr("aten::" + name + " "), HasSubstr(whose + "'first.weight'"), HasSubstr("slice_of")));
+      }
+      EXPECT_TRUE(at::equal(written.detach(), before));
+      for (const Write& write : by_elements) EXPECT_NO_THROW(write(written));
+      EXPECT_THAT(refusal([&] { written.select(0, 0).zero_(); }), HasSubstr(whose + "'first.weight'"));
+    };
+    writes(weight, "given ");
+    const at::Tensor loss = model.forward(x).pow(2).sum();
+    {
+      const at::NoGradGuard no_grad;
+      EXPECT_THAT(refusal([&] { at::Tensor(weight).triu_(); }), HasSubstr("'first.weight'")) << "between forward and backward";
+    }
+    loss.backward();
+    writes(weight.grad(), "the gradient of ");
+    const at::Tensor gradient = weight.grad();
+    EXPECT_THAT(refusal([&] { (void)gradient.mean(0, true); }), HasSubstr("the gradient of 'first.weight'"));
+    EXPECT_NO_THROW(gradient.sub_(gradient.mean(1, true)));
+    EXPECT_THAT(refusal([&] { last.grad().index_fill_(0, first_row, 0.); }), HasSubstr("the gradient of 'last.bias'"))
+        << "on the ranks that have none of it, too";
+    EXPECT_NO_THROW(gradient.detach().narrow(0, 0, gradient.size(0) / 2).zero_());
+    unshard(model);
+    const at::NoGradGuard no_grad;
+    at::Tensor(weight).triu_();
+  });
+}
+
+TEST(FullyShardLoop, WhatGoesByRowsOfTheWholeIsRefusedOnEveryRank) {
+  for (const int ranks : {2, 3}) {
+    refuse_writes_by_rows<TwoLayersImpl>(ranks);
+    refuse_writes_by_rows<TwoPlainLayersImpl>(ranks);
+  }
 }
 
 /// What autograd::grad returns is whole, and of one rank's samples.

@@ -197,6 +197,15 @@ TEST(TensorParallel, AModuleWithValuesKeepsItsPart) {
   });
 }
 
+TEST(TensorParallel, AViewFromBeforeTheCutIsRefusedByName) {
+  run_ranks(2, [&](World& world) {
+    TokenNet net = made();
+    const at::Tensor kept = net->gated[0]->w2->weight.t();
+    const auto tensor = parallelize_module(net, world.group(), token_net_plan(false));
+    EXPECT_THAT(refusal([&] { (void)kept.sum(); }), AllOf(HasSubstr("given a view of 'gated0.w2.weight'"), HasSubstr("in forward")));
+  });
+}
+
 /// Each of these leaves values nearly right, and the comparison must see it.
 TEST(TensorParallel, PlantedBugsAreFound) {
   const Sample batch = sample(2, 7, 29);
