@@ -388,7 +388,6 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     if (scalar_.is_applied) fill_whole(arguments[0].toTensor());
     begin_forward(stack, first);
   } else if (!seen_.empty() || !touched_.empty()) {
-    guards_.refuse_rows_of_slices(schema, arguments);
     guards_.refuse_other_rows(schema, arguments);
     if (writes(schema)) {
       guards_.refuse_whole_gradients(arguments);

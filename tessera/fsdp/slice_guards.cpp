@@ -50,7 +50,7 @@ void SliceGuards::before(const c10::FunctionSchema& schema, Arguments arguments,
   refuse_flat_gradients(schema, arguments);
   refuse_whole_state(schema, arguments, in_call);
   refuse_draws(schema, arguments);
-  refuse_by_rows(schema, arguments, /*are_slices=*/false);
+  refuse_by_rows(schema, arguments);
 }
 
 /// clip_grad_norm_ of libtorch takes a norm of each gradient, or the largest absolute value.
@@ -127,14 +127,14 @@ void SliceGuards::refuse_draws(const c10::FunctionSchema& schema, Arguments argu
           copied ? "" : ". For this rank's rows alone draw into parameter.detach()");
 }
 
-/// Each rank would take its own rows for the matrix: triu_, fill_diagonal_, index_fill_, weight[0], gradient.mean(0). Handles (detach()) are this rank's rows,
-/// and a parameter that is not written may be the whole, unless `are_slices`.
-void SliceGuards::refuse_by_rows(const c10::FunctionSchema& schema, Arguments arguments, bool are_slices) const {
+/// Each rank would take its own rows for the matrix: triu_, fill_diagonal_, index_fill_. Handles (detach()) are this rank's rows, and who only reads may want
+/// these: printing takes rows of what it shows, and none where a rank has none.
+void SliceGuards::refuse_by_rows(const c10::FunctionSchema& schema, Arguments arguments) const {
   if (!tensors_.are_cut()) return;
   for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& operand) {
-    const bool is_written = writes(schema, operand.argument);
-    const UnitPlace* const parameter = are_slices || is_written ? tensors_.parameter(tensor) : nullptr;
-    const bool may_be_gradient = !parameter && (is_written || operand.argument == 0) && !tensor.requires_grad() && step_.looped();
+    if (!writes(schema, operand.argument)) return;
+    const UnitPlace* const parameter = tensors_.parameter(tensor);
+    const bool may_be_gradient = !parameter && !tensor.requires_grad() && step_.looped();
     if ((!parameter && !may_be_gradient) || tensor.is_meta() || !goes_by_rows(schema, arguments, operand)) return;
     const std::optional<UnitPlace> gradient = may_be_gradient ? tensors_.find_gradient(tensor) : std::nullopt;
     if (!parameter && !gradient) return;

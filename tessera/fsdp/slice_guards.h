@@ -34,7 +34,6 @@ class SliceGuards {
   void refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments, const std::vector<at::Tensor>& handles) const;
   void refuse_functions_over_slices(const std::vector<SeenSlice>& seen) const;
   /// Of an operator that is given slices.
-  void refuse_rows_of_slices(const c10::FunctionSchema& schema, Arguments arguments) const { refuse_by_rows(schema, arguments, /*are_slices=*/true); }
   void refuse_other_rows(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_rows_of_other_wrappers(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_whole_gradients(Arguments arguments) const;
@@ -47,7 +46,7 @@ class SliceGuards {
   void refuse_whole_state(const c10::FunctionSchema& schema, Arguments arguments, bool in_call) const;
   bool copies_drawn(const c10::FunctionSchema& schema, Arguments arguments);
   void refuse_draws(const c10::FunctionSchema& schema, Arguments arguments);
-  void refuse_by_rows(const c10::FunctionSchema& schema, Arguments arguments, bool are_slices) const;
+  void refuse_by_rows(const c10::FunctionSchema& schema, Arguments arguments) const;
   bool stretches(Arguments arguments, const at::Tensor& handle) const;
 
   const torch::nn::Module& module_;

@@ -8,6 +8,7 @@
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/expanded.h"
+#include "tessera/nn/saved_tensors.h"
 
 // Which buffers a forward writes shows when an operator is about to: then it is copied, and no other. (A version counter tells afterwards, and BatchNorm does
 // not count at all.) In the second pass the former values are written into the buffers' own memory, since views of it may be in use, by tensors with a counter
@@ -60,7 +61,7 @@ class FormerBuffers::Replayer final : public nn::OperatorHooks {
   explicit Replayer(FormerBuffers& buffers) : buffers_(buffers) {}
   void call(nn::OperatorCall& operation) override {
     buffers_.for_each_write(operation, [&](Buffer& buffer) {
-      require(buffer.former != nullptr, buffers_.where(), ": computed again, ", operation.name(), " writes buffer '", buffers_.name_of(buffer),
+      require(buffer.former.defined(), buffers_.where(), ": computed again, ", operation.name(), " writes buffer '", buffers_.name_of(buffer),
               "', which the first forward pass did not write; its forward must do the same each time: take the module out of recompute.modules, or ",
               "what changes out of the module");
       buffer.again = true;
@@ -123,7 +124,8 @@ void FormerBuffers::forward_done() {
     require(written || replaced || nn::version_of(buffer.tensor) == buffer.version, where(), ": its forward writes buffer '", name_of(buffer),
             "' past libtorch's operators (by a collective, say), by which what it held before is lost to the second pass; let an operator write it ",
             "first (copy_ from a tensor that the collective filled), or take the module out of recompute.modules");
-    if (written || replaced) buffer.former = nn::save(written ? buffer.copy : buffer.before);
+    const bool has_grown = replaced && buffer.before.sizes() != buffer.tensor.sizes();
+    if (written || (replaced && !has_grown)) buffer.former = written ? buffer.copy : buffer.before;
     buffer.copy = buffer.before = at::Tensor();
     buffer.memory_after = memory_of(buffer.tensor);
     buffer.version_after = nn::version_of(buffer.tensor);
@@ -131,12 +133,12 @@ void FormerBuffers::forward_done() {
 }
 
 bool FormerBuffers::wrote(const at::Tensor& buffer) const {
-  return std::ranges::any_of(buffers_, [&](const Buffer& one) { return one.former != nullptr && one.tensor.is_same(buffer); });
+  return std::ranges::any_of(buffers_, [&](const Buffer& one) { return one.former.defined() && one.tensor.is_same(buffer); });
 }
 
 std::vector<at::Tensor> FormerBuffers::restore() const {
   std::vector<at::Tensor> former;
-  for (const Buffer& buffer : buffers_) former.push_back(buffer.former ? buffer.former->unpack() : at::Tensor());
+  for (const Buffer& buffer : buffers_) former.push_back(buffer.former);
   return former;
 }
 
@@ -158,7 +160,7 @@ FormerBuffers::Guard::Guard(FormerBuffers& buffers, std::vector<at::Tensor> form
   for (size_t i = 0; i < former.size(); ++i) {
     Buffer& buffer = buffers.buffers_[i];
     buffer.again = false;
-    if (!buffer.former) continue;
+    if (!buffer.former.defined()) continue;
     // Where the buffer was given other memory since, it gets memory of the pass's own.
     const bool same_place = lies_on(buffer.memory, buffer.tensor) && buffer.tensor.sizes() == former[i].sizes();
     held_.push_back({.buffer = buffer.tensor,
@@ -191,8 +193,8 @@ bool FormerBuffers::leaves_unwritten(size_t index) {
   bool found = false;
   for (Buffer& buffer : buffers_) {
     const bool replaced = buffer.tensor.storage().unsafeGetStorageImpl() != buffer.given;
-    if (!buffer.former || buffer.written_at > index || buffer.again || replaced) continue;
-    buffer.former = nullptr;
+    if (!buffer.former.defined() || buffer.written_at > index || buffer.again || replaced) continue;
+    buffer.former = at::Tensor();
     buffer.left = found = true;
   }
   return found;
@@ -200,7 +202,7 @@ bool FormerBuffers::leaves_unwritten(size_t index) {
 
 bool FormerBuffers::share_memory_with(const at::Tensor& tensor) const {
   return tensor.has_storage() && std::ranges::any_of(buffers_, [&](const Buffer& buffer) {
-           return buffer.former != nullptr && buffer.tensor.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
+           return buffer.former.defined() && buffer.tensor.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
          });
 }
 

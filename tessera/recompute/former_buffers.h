@@ -12,7 +12,6 @@
 #include <torch/nn/module.h>
 
 #include "tessera/nn/operators.h"
-#include "tessera/nn/saved_tensors.h"
 
 namespace tessera {
 
@@ -31,8 +30,8 @@ class FormerBuffers {
   void before_saving();
   /// Of the copies that it has made by now.
   int64_t copied_bytes() const;
-  /// After the first pass: from now on copies are kept as saved tensors are, through nn::save. Throws ConfigError where a buffer was written past the
-  /// operators.
+  /// After the first pass. Throws ConfigError where a buffer was written past the operators. Copies are no saved tensors: a pass made again around this one
+  /// would save as many only if it wrote as often. A buffer that was given memory of another size is a table that has grown, which the second pass finds grown.
   void forward_done();
   /// After that: whether the first pass wrote this buffer.
   bool wrote(const at::Tensor& buffer) const;
@@ -75,7 +74,7 @@ class FormerBuffers {
     Memory memory;      ///< before the pass
     int64_t version;
     size_t written_at = std::numeric_limits<size_t>::max();  ///< so many tensors had been saved by the first write
-    std::unique_ptr<nn::SavedTensor> former{};               ///< null: not written
+    at::Tensor former{};                                     ///< undefined: not written
     Memory memory_after{c10::intrusive_ptr<c10::StorageImpl>()};
     int64_t version_after = 0;
     bool left = false;                        ///< not written by the second pass, which finds it as the first one left it

@@ -112,7 +112,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   const std::vector<nn::NamedParameter>& shards() {
     if (active()) {
       take_replaced();
-      settle_cleared(/*before_use=*/false);
+      settle_cleared(Look::Other);
       follow_frozen();
     }
     return shards_;
@@ -123,7 +123,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
 
   /// Also what the program itself has put there.
   void refuse_gradients_that_wait(const std::string& who) {
-    if (active()) settle_cleared(/*before_use=*/true);
+    if (active()) settle_cleared(Look::BeforeUse);
     for (size_t i = 0; active() && i < parameters_.size(); ++i) {
       const auto& [name, tensor, aliases] = parameters_[i];
       const bool waits = synchronizes(i) && tensor.requires_grad() && tensor.grad().defined() && !nn::is_gradient_guard(tensor.grad());
@@ -269,7 +269,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   void prepare() override {
     refuse_forgotten_gather();
     take_replaced();
-    settle_cleared(/*before_use=*/false);
+    settle_cleared(Look::BeforePass);
     if (!plain_ || starts_early()) meet_first();
     for (size_t b = 0; b < buckets_.size(); ++b) {
       if (is_trained(b) && relay() == nullptr) buckets_[b].hold_part();
@@ -304,7 +304,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   void carry_gradients() {
     const MemoryScope scope(MemoryCategory::Gradients);
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (trained_[i] && !parameters_[i].tensor.grad().defined() && was_put(i)) show_guard(i);
+      if (plain_ && trained_[i] && !parameters_[i].tensor.grad().defined() && was_put(i)) show_guard(i);
       const at::Tensor& gradient = parameters_[i].tensor.grad();
       const at::Tensor& part = shards_[i].tensor.grad();
       const bool stands = trained_[i] && nn::is_gradient_guard(gradient) && part.defined();
@@ -318,17 +318,19 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     }
   }
 
+  enum class Look { BeforeUse, BeforePass, Other };
+
   /// A clear of the parameters, once a step of the plain loop is complete, is one of the parts, and is so once: what the program puts on a part afterwards
-  /// stays. Where gradients are about to be used (a clip, a step) and nobody has looked since, a part with another gradient than it was last seen with was
-  /// given that behind the clear; where a backward pass comes next, or the program asks for the parts, it may as well be what was made of the last gradient
-  /// before.
-  void settle_cleared(bool before_use) {
+  /// stays. A part with another gradient than it was last seen with may have been given that behind the clear, or before. What comes next tells: where
+  /// gradients are used (a clip, a step) they are behind it, where a backward pass comes they are what was made of the last ones before; until then it waits.
+  void settle_cleared(Look when) {
     const c10::NoGradGuard no_grad;
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!is_handed_[i]) continue;
       const at::Tensor& gradient = parameters_[i].tensor.grad();
       at::Tensor part = shards_[i].tensor.grad();
-      const bool cleared = nn::is_cleared(gradient), stays = before_use && was_put(i);
+      const bool cleared = nn::is_cleared(gradient), put = was_put(i), stays = put && when == Look::BeforeUse;
+      if (put && when == Look::Other) continue;
       if (!gradient.defined()) {
         if (!stays) set_gradient(shards_[i].tensor, {});
         is_handed_[i] = false;

@@ -233,13 +233,13 @@ void require_gets_gradients(const std::vector<at::Tensor>& updated) {
 
 WatchedParts::WatchedParts(const std::vector<at::Tensor>& updated) {
   for (const at::Tensor& part : updated) {
-    if (part.grad().defined() && !nn::updated_for(part).is_same(part)) versions_.emplace_back(part, part._version());
+    if (!nn::updated_for(part).is_same(part)) versions_.emplace_back(part, part._version());
   }
 }
 
 void WatchedParts::show() const {
   for (const auto& [part, version] : versions_) {
-    if (int64_t{part._version()} != version) nn::show_update(part);
+    if (part.grad().defined() && int64_t{part._version()} != version) nn::show_update(part);  // a closure brings gradients
   }
 }
 

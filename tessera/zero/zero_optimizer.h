@@ -61,8 +61,8 @@ std::vector<at::Tensor> updated_by(Inner& optimizer) {
 /// Refuses an update of what gets no gradients, since a wrapper that was made later over the same parameters updates others in their place. Throws ConfigError.
 void require_gets_gradients(const std::vector<at::Tensor>& updated);
 
-/// Parts of `updated` that have gradients, as they are before an update. When that is over, show() lets the counters of their parameters show it, as far as the
-/// optimizer shows its writes: libtorch's SGD hides them from one process, too.
+/// Parts of `updated`, as they are before an update. When that is over, show() lets the counters of their parameters show it, as far as they had gradients and
+/// the optimizer shows its writes: libtorch's SGD hides them from one process, too.
 class WatchedParts {
  public:
   explicit WatchedParts(const std::vector<at::Tensor>& updated);

@@ -391,7 +391,6 @@ void refuse_writes_by_rows(int ranks) {
       }
       EXPECT_TRUE(at::equal(written.detach(), before));
       for (const Write& write : by_elements) EXPECT_NO_THROW(write(written));
-      EXPECT_THAT(refusal([&] { written.select(0, 0).zero_(); }), HasSubstr(whose + "'first.weight'"));
     };
     writes(weight, "given ");
     const at::Tensor loss = model.forward(x).pow(2).sum();
@@ -402,7 +401,7 @@ void refuse_writes_by_rows(int ranks) {
     loss.backward();
     writes(weight.grad(), "the gradient of ");
     const at::Tensor gradient = weight.grad();
-    EXPECT_THAT(refusal([&] { (void)gradient.mean(0, true); }), HasSubstr("the gradient of 'first.weight'"));
+    EXPECT_NO_THROW((void)gradient.mean(0, true)) << "a line for a log, of this rank's rows";
     EXPECT_NO_THROW(gradient.sub_(gradient.mean(1, true)));
     EXPECT_THAT(refusal([&] { last.grad().index_fill_(0, first_row, 0.); }), HasSubstr("the gradient of 'last.bias'"))
         << "on the ranks that have none of it, too";

@@ -280,6 +280,23 @@ TEST(RecomputeBuffers, ATableThatIsMadeOnceIsFoundMade) {
   }
 }
 
+TEST(RecomputeBuffers, ATableThatIsMadeOnceIsFoundMadeWithinAnotherPass) {
+  struct AroundImpl : nn::Module {
+    AroundImpl() { register_module("inner", inner); }
+    at::Tensor forward(const at::Tensor& x) { return inner(x).tanh(); }
+    Conditional inner;
+  };
+  const auto module = std::make_shared<AroundImpl>();
+  const auto* const impl = module->inner.get();
+  module->inner->writes = [impl] { return impl->calls == 0; };
+  const auto within = recompute(*module, {.modules = "inner"}), around = recompute(*module, {.modules = ""});
+  const at::Tensor x = input().requires_grad_();
+  nn::call(*module, x).sum().backward();
+  const at::Tensor y = x.detach().clone().requires_grad_();
+  (y * 0.7).sin().tanh().sum().backward();
+  EXPECT_TRUE(at::allclose(x.grad(), y.grad()));
+}
+
 TEST(RecomputeBuffers, AWriteBehindTheCounterIsSeenAndOneOfTheProgramsBetweenThePassesDoesNoHarm) {
   struct BehindImpl : nn::Module {
     BehindImpl() { u = register_buffer("u", at::ones({8})); }
