@@ -129,28 +129,22 @@ const Names& draws() {
   return names;
 }
 
-/// By row and column, or by position. Written in place as well, and so in what follows.
-const Names& positions() {
-  static const Names names{"aten::triu", "aten::tril", "aten::fill_diagonal", "aten::diagonal",
-                           "aten::diag", "aten::put",  "aten::take",          "aten::masked_scatter"};
+/// By row and column, or by position.
+const Names& writes_by_position() {
+  static const Names names{"aten::triu_", "aten::tril_", "aten::fill_diagonal_", "aten::put_", "aten::masked_scatter_"};
   return names;
 }
 
-/// What is written is all of their last argument.
+/// All of what is written, which is their last argument.
 const Names& sequences() {
   static const Names names{"aten::eye", "aten::arange", "aten::range", "aten::linspace", "aten::logspace", "aten::randperm"};
   return names;
 }
 
-/// Along the dimensions that they name.
-const Names& along_dimensions() {
-  static const Names names{
-      "aten::select",       "aten::slice",   "aten::narrow",      "aten::split",          "aten::split_with_sizes", "aten::chunk",      "aten::unbind",
-      "aten::unfold",       "aten::flip",    "aten::roll",        "aten::index_select",   "aten::index_add",        "aten::index_copy", "aten::index_fill",
-      "aten::gather",       "aten::scatter", "aten::scatter_add", "aten::scatter_reduce", "aten::index_reduce",     "aten::cumsum",     "aten::cumprod",
-      "aten::logcumsumexp", "aten::cummax",  "aten::cummin",      "aten::sort",           "aten::argsort",          "aten::topk",       "aten::kthvalue",
-      "aten::mode",         "aten::amax",    "aten::amin",        "aten::std_mean",       "aten::var_mean",         "aten::logsumexp",  "aten::softmax",
-      "aten::log_softmax",  "aten::nansum",  "aten::nanmean",     "aten::nanmedian",      "aten::quantile"};
+/// Along the dimension that they name.
+const Names& writes_along_a_dimension() {
+  static const Names names{"aten::index_add_",      "aten::index_copy_",   "aten::index_fill_", "aten::scatter_", "aten::scatter_add_",
+                           "aten::scatter_reduce_", "aten::index_reduce_", "aten::cumsum_",     "aten::cumprod_"};
   return names;
 }
 
@@ -175,13 +169,6 @@ OperatorUse use_of_cast(const c10::FunctionSchema& schema, at::ArrayRef<c10::IVa
   if (const auto* const given = named(schema, arguments, "dtype"); given != nullptr && given->isInt()) dtype = given->toScalarType();
   if (!dtype || *dtype == parameter.scalar_type()) return OperatorUse::Slice;
   return *dtype == at::kDouble ? OperatorUse::Look : OperatorUse::Cast;
-}
-
-/// Of what an operator is given for "dim".
-bool names_rows(const c10::IValue& dimensions, int64_t dims) {
-  const auto is_first = [dims](int64_t dim) { return dim == 0 || dim == -std::max<int64_t>(dims, 1); };
-  if (dimensions.isInt()) return is_first(dimensions.toInt());
-  return dimensions.isIntList() && std::ranges::any_of(dimensions.toIntVector(), is_first);
 }
 
 /// A mask, which has the shape of what it is given, goes by elements.
@@ -239,19 +226,19 @@ bool makes_views(const c10::FunctionSchema& schema) {
   });
 }
 
-bool goes_by_rows(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const OperandPlace& place) {
-  std::string name = schema.name();
-  if (name.ends_with('_')) name.pop_back();
-  if (sequences().contains(name)) return writes(schema, place.argument);
+bool writes_by_rows(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const OperandPlace& place) {
+  if (!writes(schema, place.argument)) return false;
+  const std::string& name = schema.name();
+  if (sequences().contains(name)) return true;
   if (place.argument != 0 || !arguments[0].isTensor()) return false;
   const int64_t dims = arguments[0].toTensor().dim();
-  if (positions().contains(name)) return dims <= 2 || (name != "aten::triu" && name != "aten::tril");
-  if (name == "aten::index" || name == "aten::index_put" || name == "aten::_index_put_impl") return indexes_rows(arguments[1]);
-  const c10::IValue* dimensions = nullptr;
-  for (const char* const called : {"dim", "dims", "dimension"}) dimensions = dimensions ? dimensions : named(schema, arguments, called);
-  if (dimensions == nullptr) return false;
-  if (name == "aten::renorm") return !names_rows(*dimensions, dims);  // of each row by itself
-  return (along_dimensions().contains(name) || reductions().contains(name)) && names_rows(*dimensions, dims);
+  if (writes_by_position().contains(name)) return dims <= 2 || (name != "aten::triu_" && name != "aten::tril_");
+  if (name == "aten::index_put_" || name == "aten::_index_put_impl_") return indexes_rows(arguments[1]);
+  const c10::IValue* const dimension = named(schema, arguments, "dim");
+  if (dimension == nullptr || !dimension->isInt()) return false;
+  const bool is_of_rows = dimension->toInt() == 0 || dimension->toInt() == -std::max<int64_t>(dims, 1);
+  if (name == "aten::renorm_") return !is_of_rows;  // of each row by itself
+  return writes_along_a_dimension().contains(name) && is_of_rows;
 }
 
 OperatorUse operator_use(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const OperandPlace& place, const at::Tensor& parameter) {

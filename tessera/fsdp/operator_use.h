@@ -53,9 +53,9 @@ bool makes_views(const c10::FunctionSchema& schema);
 /// Whether the operator fills its first argument with random numbers.
 bool draws_in_place(const std::string& name);
 
-/// Whether what the operator does with the tensor at `place` goes by where rows (dimension 0) stand in it, or by all of them: it takes some out, masks by their
-/// number, or reduces over them. Goes by names, dimensions and indices, never by sizes. A reduction that names no dimension does not count.
-bool goes_by_rows(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const OperandPlace& place);
+/// Whether the operator writes the tensor at `place` by where rows (dimension 0) stand in it, or by all of them. Goes by names, dimensions and indices, never
+/// by sizes.
+bool writes_by_rows(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const OperandPlace& place);
 
 /// Whether all floating-point arguments of the operator have to be of one dtype (products, convolutions).
 bool needs_one_dtype(const std::string& name);

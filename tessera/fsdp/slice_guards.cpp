@@ -132,10 +132,9 @@ void SliceGuards::refuse_draws(const c10::FunctionSchema& schema, Arguments argu
 void SliceGuards::refuse_by_rows(const c10::FunctionSchema& schema, Arguments arguments) const {
   if (!tensors_.are_cut()) return;
   for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& operand) {
-    if (!writes(schema, operand.argument)) return;
+    if (tensor.is_meta() || !writes_by_rows(schema, arguments, operand)) return;
     const UnitPlace* const parameter = tensors_.parameter(tensor);
     const bool may_be_gradient = !parameter && !tensor.requires_grad() && step_.looped();
-    if ((!parameter && !may_be_gradient) || tensor.is_meta() || !goes_by_rows(schema, arguments, operand)) return;
     const std::optional<UnitPlace> gradient = may_be_gradient ? tensors_.find_gradient(tensor) : std::nullopt;
     if (!parameter && !gradient) return;
     throw ConfigError(detail::concat(

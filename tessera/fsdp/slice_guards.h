@@ -28,12 +28,11 @@ class SliceGuards {
   SliceGuards(const torch::nn::Module& module, const UnitTensors& tensors, const ShardedStep& step);
 
   /// Of any operator outside of backward passes: libtorch's clip_grad_norm_ and LBFGS, an optimizer's state of whole parameters, what fills slices with random
-  /// numbers, what goes by rows of gradients or writes by rows of parameters. `in_call`: within a module's call.
+  /// numbers, what writes by rows. `in_call`: within a module's call.
   void before(const c10::FunctionSchema& schema, Arguments arguments, bool in_call);
 
   void refuse_layers_over_slices(const c10::FunctionSchema& schema, Arguments arguments, const std::vector<at::Tensor>& handles) const;
   void refuse_functions_over_slices(const std::vector<SeenSlice>& seen) const;
-  /// Of an operator that is given slices.
   void refuse_other_rows(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_rows_of_other_wrappers(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_whole_gradients(Arguments arguments) const;

@@ -136,12 +136,6 @@ bool FormerBuffers::wrote(const at::Tensor& buffer) const {
   return std::ranges::any_of(buffers_, [&](const Buffer& one) { return one.former.defined() && one.tensor.is_same(buffer); });
 }
 
-std::vector<at::Tensor> FormerBuffers::restore() const {
-  std::vector<at::Tensor> former;
-  for (const Buffer& buffer : buffers_) former.push_back(buffer.former);
-  return former;
-}
-
 struct FormerBuffers::Guard::Held {
   at::Tensor buffer;
   at::Tensor found;  ///< an alias of it
@@ -149,7 +143,7 @@ struct FormerBuffers::Guard::Held {
   int64_t version;
 };
 
-FormerBuffers::Guard::Guard(FormerBuffers& buffers, std::vector<at::Tensor> former) {
+FormerBuffers::Guard::Guard(FormerBuffers& buffers) {
   for (const Buffer& buffer : buffers.buffers_) {
     const bool as_left = lies_on(buffer.memory_after, buffer.tensor) && nn::version_of(buffer.tensor) == buffer.version_after;
     require(!buffer.left || as_left, buffers.where(), ": computed again, its forward does not write buffer '", buffers.name_of(buffer),
@@ -157,17 +151,16 @@ FormerBuffers::Guard::Guard(FormerBuffers& buffers, std::vector<at::Tensor> form
             "recompute.modules, or keep what decides on the write in a buffer");
   }
   std::vector<at::Tensor> given;
-  for (size_t i = 0; i < former.size(); ++i) {
-    Buffer& buffer = buffers.buffers_[i];
+  for (Buffer& buffer : buffers.buffers_) {
     buffer.again = false;
     if (!buffer.former.defined()) continue;
     // Where the buffer was given other memory since, it gets memory of the pass's own.
-    const bool same_place = lies_on(buffer.memory, buffer.tensor) && buffer.tensor.sizes() == former[i].sizes();
+    const bool same_place = lies_on(buffer.memory, buffer.tensor) && buffer.tensor.sizes() == buffer.former.sizes();
     held_.push_back({.buffer = buffer.tensor,
                      .found = uncounted(buffer.tensor),
                      .copy = same_place ? copy_of(buffer.tensor) : at::Tensor(),
                      .version = nn::version_of(buffer.tensor)});
-    given.push_back(same_place ? std::move(former[i]) : copy_of(former[i]));
+    given.push_back(same_place ? buffer.former : copy_of(buffer.former));
   }
   for (size_t i = 0; i < held_.size(); ++i) {  // nothing is allocated any more
     if (held_[i].copy.defined()) {

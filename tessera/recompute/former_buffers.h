@@ -36,14 +36,11 @@ class FormerBuffers {
   /// After that: whether the first pass wrote this buffer.
   bool wrote(const at::Tensor& buffer) const;
 
-  /// What the second pass is to find, each in its buffer's place; undefined: what lies there.
-  std::vector<at::Tensor> restore() const;
-
-  /// While alive, the buffers hold `former`. Afterwards they hold what they did, and count as not written. Throws ConfigError where what the first pass left in
-  /// a buffer is needed, and was written since.
+  /// While alive, the buffers that the first pass wrote hold what it found. Afterwards they hold what they did, and count as not written. Throws ConfigError
+  /// where what the first pass left in a buffer is needed, and was written since.
   class Guard {
    public:
-    Guard(FormerBuffers& buffers, std::vector<at::Tensor> former);
+    explicit Guard(FormerBuffers& buffers);
     ~Guard();
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;

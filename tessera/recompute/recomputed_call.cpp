@@ -258,11 +258,10 @@ bool RecomputedCall::pass_again(bool to_the_end) {
   const auto wanted = to_the_end ? std::numeric_limits<size_t>::max() : static_cast<size_t>(entries_.rend() - last);
   refuse_written();
   nn::Values inputs = inputs_.restore();  // which may be dropped, too: then the module around this one is computed again first
-  auto former = buffers_.restore();
   const nn::RecomputingScope recomputing;
   const at::AutoGradMode recorded(true);
   const ThreadState::Guard state(state_);
-  const FormerBuffers::Guard buffers(buffers_, std::move(former));
+  const FormerBuffers::Guard buffers(buffers_);
   const OperatorTrace trace;
   const auto filler = std::make_shared<Filler>(*this, wanted, trace);
   try {

@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/operands.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/sharing.h"
 #include "tessera/tensor_parallel/layout_rules.h"
@@ -34,12 +35,9 @@ bool comes_apart(const nn::OperatorCall& operation) {
 void bring_to_meta(nn::OperatorCall& operation) {
   const size_t count = operation.schema().arguments().size();
   const auto first = operation.stack().end() - static_cast<std::ptrdiff_t>(count);
-  const auto on_meta = [](const at::Tensor& tensor) { return tensor.defined() && tensor.is_meta(); };
-  const bool any = std::any_of(first, operation.stack().end(), [&](const c10::IValue& value) {
-    if (value.isTensor()) return on_meta(value.toTensor());
-    return value.isTensorList() && std::ranges::any_of(value.toTensorVector(), on_meta);
-  });
-  if (!any) return;
+  bool any_on_meta = false;
+  nn::for_each_operand(operation.arguments(), [&](const at::Tensor& tensor, const nn::OperandPlace&) { any_on_meta |= tensor.is_meta(); });
+  if (!any_on_meta) return;
   const auto brought = [](const at::Tensor& tensor) { return tensor.defined() && !tensor.is_meta() && tensor.dim() > 0 ? tensor.to(at::kMeta) : tensor; };
   for (auto value = first; value != operation.stack().end(); ++value) {
     const auto* const alias = operation.schema().arguments()[static_cast<size_t>(value - first)].alias_info();

@@ -161,13 +161,6 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     int64_t written;  ///< versions of the parameters, which those who write parts do not touch
     at::Tensor samples;
   };
-  /// A part's gradient that a clear of the parameters has zeroed.
-  struct ZeroedPart {
-    at::Tensor gradient;
-    int64_t version = 0;
-
-    bool is(const at::Tensor& part) const { return gradient.defined() && part.is_same(gradient) && int64_t{part._version()} == version; }
-  };
 
   /// Whether an optimizer may have something to do in the bucket: also of a parameter that was frozen since, and still has its gradient.
   bool may_be_updated(size_t b) const {
@@ -308,7 +301,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       const at::Tensor& gradient = parameters_[i].tensor.grad();
       const at::Tensor& part = shards_[i].tensor.grad();
       const bool stands = trained_[i] && nn::is_gradient_guard(gradient) && part.defined();
-      is_zeroed_[i] = stands && (nn::is_cleared(gradient) || zeroed_parts_[i].is(part));
+      is_zeroed_[i] = stands && (nn::is_cleared(gradient) || zeroed_parts_.is(i, part));
       carried_[i] = stands && !is_zeroed_[i] ? part.clone() : at::Tensor();
       const at::Tensor& memory = buckets_[slot_of_[i].bucket].gradient_part();
       const bool outlives = !trained_[i] && part.defined() && memory.defined() && part.is_alias_of(memory);
@@ -336,7 +329,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
         is_handed_[i] = false;
       } else if (cleared && part.defined() && !stays) {
         part.zero_();
-        if (!nn::is_gradient_guard(part)) zeroed_parts_[i] = {part, part._version()};
+        zeroed_parts_.see(i, part);
       }
       if (cleared) nn::arm(gradient);
       if (gradient.defined() && !nn::is_gradient_guard(part)) seen_parts_[i] = part;
@@ -467,7 +460,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   at::Tensor hand_over(size_t i, bool has_gradient) override {
     has_gradient |= is_zeroed_[i];
     is_handed_[i] = plain_ && has_gradient;
-    zeroed_parts_[i] = {};
+    zeroed_parts_.see(i, {});
     seen_parts_[i].reset();
     if (!has_gradient) {
       set_gradient(parameters_[i].tensor, {});
@@ -490,7 +483,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     const bool zeroed = nn::is_cleared(gradient) || gradient_writes_.zeroed(i, gradient);
     if (!gradient.defined() || zeroed) carried_[i].reset();  // by the program
     if (zeroed || (is_zeroed_[i] && gradient.defined())) carried_[i] = at::zeros(shards_[i].tensor.sizes(), buckets_[slot_of_[i].bucket].gradient_options());
-    zeroed_parts_[i] = {};
+    zeroed_parts_.see(i, {});
     seen_parts_[i] = carried_[i];
     if (!carried_[i].defined()) return set_gradient(parameters_[i].tensor, {});
     show_guard(i);
@@ -505,13 +498,13 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   std::vector<FlatBucket> buckets_;
   std::vector<Place> slot_of_;  ///< by parameter
   std::vector<nn::NamedParameter> shards_;
-  std::vector<at::Tensor> guards_;        ///< by parameter: what stands for its gradient when that lies in parts
-  std::vector<bool> is_zeroed_;           ///< by parameter: there was one, and the program has made it zero: so optimizers go on, though nobody uses it
-  std::vector<bool> is_handed_;           ///< by parameter: a step of the plain loop has left its guard and its part
-  std::vector<at::Tensor> seen_parts_;    ///< by parameter: the gradient of its part, as the wrapper has left or last seen it
-  std::vector<ZeroedPart> zeroed_parts_;  ///< by parameter
-  std::vector<Mark> marks_;               ///< of a step that is complete, until its parts were brought together
-  std::vector<int64_t> late_updates_;     ///< by parameter: those that were brought together
+  std::vector<at::Tensor> guards_;      ///< by parameter: what stands for its gradient when that lies in parts
+  std::vector<bool> is_zeroed_;         ///< by parameter: there was one, and the program has made it zero: so optimizers go on, though nobody uses it
+  std::vector<bool> is_handed_;         ///< by parameter: a step of the plain loop has left its guard and its part
+  std::vector<at::Tensor> seen_parts_;  ///< by parameter: the gradient of its part, as the wrapper has left or last seen it
+  nn::GradientWrites zeroed_parts_;     ///< those that a clear of the parameters has zeroed
+  std::vector<Mark> marks_;             ///< of a step that is complete, until its parts were brought together
+  std::vector<int64_t> late_updates_;   ///< by parameter: those that were brought together
   bool has_started_ = false;
 };
 

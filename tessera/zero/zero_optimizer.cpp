@@ -206,10 +206,7 @@ void check_goes_by_elements(const torch::optim::Optimizer& optimizer, const Sync
 }
 
 void refuse_gradients_that_wait(const Synchronizers& synchronizers) {
-  for (const auto* synchronizer : synchronizers) {
-    synchronizer->refuse_gradients_that_wait("zero_optimizer");  // first: gradients are about to be used, which updated() does not know
-    for (const auto& updated : nn::owned_by(*synchronizer)) require(!waiting_parameter(updated).defined(), waiting_message(updated.name));
-  }
+  for (const auto* synchronizer : synchronizers) synchronizer->refuse_gradients_that_wait("zero_optimizer");
 }
 
 void require_terms_summed(const Synchronizers& synchronizers) {

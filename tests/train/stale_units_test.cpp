@@ -101,7 +101,7 @@ TEST(StaleUnits, InEvaluationModeOurOptimizersUpdateSlicesToo) {
     for (const auto& parameter : module.parameters()) all.push_back(parameter.detach().clone());
     return all;
   };
-  for (const std::string name : {"lion", "adam8bit"}) {
+  for (const std::string name : {"lion", "adam8bit", "adafactor"}) {
     for (const int ranks : {1, 2, 3}) {
       run_ranks(ranks, [&](World& world) {
         for (const bool evaluates : {false, true}) {
