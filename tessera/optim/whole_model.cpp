@@ -176,7 +176,7 @@ at::Tensor box_of(const at::Tensor& local, const Slice& slice, size_t index) {
   const Box place = slice.local_box(index);
   invariant(local.is_contiguous(), "a box of '", slice.name, "' is taken of a tensor with gaps");
   if (slice.concat_dim() < 0) return local.view({-1}).narrow(0, place.offset[0], place.size[0]).view(slice.boxes[index].size);
-  at::Tensor part = local.detach();  // in evaluation mode a view of the parameter itself is a forward's (fully_shard)
+  at::Tensor part = local;
   for (size_t d = 0; d < place.offset.size(); ++d) part = part.narrow(static_cast<int64_t>(d), place.offset[d], place.size[d]);
   return part;
 }
