@@ -41,10 +41,11 @@ def _seconds(product, repeats: int = 3) -> float:
 
 
 def _one_dnn():
-    """at::native::mkldnn_matmul, which torch has no operator for in fp32: f(left, right, out). None where it is missing."""
+    """at::native::mkldnn_matmul, which torch has no operator for in fp32: f(left, right, out). None where it is missing,
+    or refuses this processor (it asks for what 16-bit products need, in fp32, too)."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     function = getattr(library, "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff", None)
-    if function is None or not torch.backends.mkldnn.is_available():
+    if function is None or not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_float] * 2
     function.restype = None

@@ -1,6 +1,7 @@
 #include "tessera/kernels/fp32_products.h"
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <cstdlib>
 #include <utility>
@@ -112,19 +113,24 @@ at::Tensor add_product(const at::Tensor& sum, const at::Tensor& left, const at::
 CpuProducts CpuProducts::from(std::string_view maker, bool avx512, std::string_view max_isa, std::string_view forced) {
   require(forced.empty() || forced == "onednn" || forced == "libtorch", "TESSERA_CPU_PRODUCTS = ", forced,
           ": expected onednn, libtorch (leave fp32 products to it), or nothing, to go by the processor");
+  require(forced != "onednn" || avx512,
+          "TESSERA_CPU_PRODUCTS = onednn: libtorch lets oneDNN multiply where a processor has avx512 (f, bw, vl and dq) alone, and "
+          "this one has not; leave it unset");
   if (!forced.empty()) return {.onednn = forced == "onednn", .reason = detail::concat("TESSERA_CPU_PRODUCTS = ", forced)};
   if (maker.empty() || maker == "GenuineIntel") return {.onednn = false, .reason = "libtorch's own are made for this processor"};
-  if (!avx512) return {.onednn = false, .reason = "it has no avx512_f, by which oneDNN would be faster"};
+  if (!avx512) return {.onednn = false, .reason = "it has no avx512, by which oneDNN would be faster"};
   std::string isa(max_isa);
   std::ranges::transform(isa, isa.begin(), [](unsigned char c) { return std::tolower(c); });
   if (isa.starts_with("sse") || isa.starts_with("avx2") || isa == "avx") return {.onednn = false, .reason = detail::concat("ONEDNN_MAX_CPU_ISA = ", max_isa)};
-  return {.onednn = true, .reason = detail::concat(maker, " with avx512_f")};
+  return {.onednn = true, .reason = detail::concat(maker, " with avx512")};
 }
 
 const CpuProducts& cpu_products() {
   static const CpuProducts products = [] {
     const std::string older = variable_of("DNNL_MAX_CPU_ISA"), isa = variable_of("ONEDNN_MAX_CPU_ISA");
-    return CpuProducts::from(maker_of_processor(), processor_has("avx512_f"), isa.empty() ? older : isa, variable_of("TESSERA_CPU_PRODUCTS"));
+    // What mkldnn_matmul asks for, of fp32, too.
+    const bool avx512 = std::ranges::all_of(std::array{"avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"}, processor_has);
+    return CpuProducts::from(maker_of_processor(), avx512, isa.empty() ? older : isa, variable_of("TESSERA_CPU_PRODUCTS"));
   }();
   return products;
 }

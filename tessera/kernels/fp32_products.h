@@ -10,10 +10,10 @@ namespace tessera::kernels {
 /// Who multiplies fp32 on this machine's CPU.
 struct CpuProducts {
   bool onednn = false;
-  std::string reason;  ///< "AuthenticAMD with avx512_f"; or why libtorch's choice stays
+  std::string reason;  ///< "AuthenticAMD with avx512"; or why libtorch's choice stays
 
   /// `maker`: as the processor says it; `max_isa`: ONEDNN_MAX_CPU_ISA; `forced`: TESSERA_CPU_PRODUCTS, which is onednn, libtorch, or empty. Throws ConfigError
-  /// on anything else.
+  /// on anything else, and on onednn without `avx512` (f, bw, vl and dq), where libtorch would throw at the first product.
   static CpuProducts from(std::string_view maker, bool avx512, std::string_view max_isa, std::string_view forced);
 };
 

@@ -9,6 +9,7 @@ namespace tessera::kernels {
 namespace {
 
 using namespace tessera::testing_support;
+using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
 TEST(CpuProducts, FollowTheProcessorTheLibrariesLimitAndOurSwitch) {
@@ -22,8 +23,9 @@ TEST(CpuProducts, FollowTheProcessorTheLibrariesLimitAndOurSwitch) {
   EXPECT_FALSE(onednn("", true)) << "no x86";
   for (const char* isa : {"AVX2", "avx2_vnni_2", "SSE41", "AVX"}) EXPECT_FALSE(onednn("AuthenticAMD", true, isa)) << isa;
   EXPECT_FALSE(onednn("AuthenticAMD", true, "", "libtorch"));
-  EXPECT_TRUE(onednn("GenuineIntel", false, "AVX2", "onednn"));
-  EXPECT_EQ(CpuProducts::from("AuthenticAMD", true, "", "").reason, "AuthenticAMD with avx512_f");
+  EXPECT_TRUE(onednn("GenuineIntel", true, "AVX2", "onednn"));
+  EXPECT_THAT(message_of<ConfigError>([&] { onednn("AuthenticAMD", false, "", "onednn"); }), HasSubstr("libtorch lets oneDNN multiply where"));
+  EXPECT_EQ(CpuProducts::from("AuthenticAMD", true, "", "").reason, "AuthenticAMD with avx512");
   EXPECT_THAT(message_of<ConfigError>([&] { onednn("", true, "", "mkl"); }), StartsWith("TESSERA_CPU_PRODUCTS = mkl: expected onednn"));
 }
 
