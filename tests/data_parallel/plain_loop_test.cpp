@@ -1089,6 +1089,22 @@ TEST(DdpPlainLoop, AGradientOfThisRankAloneIsNotAddedTo) {
   }
 }
 
+/// A sum that the wrapper left for the next pass is no program's: it is compared with nobody's, of which one collective a step would tell.
+TEST(DdpPlainLoop, SumsOfAnEarlierPassAreNotCompared) {
+  const auto recorder = std::make_shared<comm::Recorder>();
+  const auto decorator = [&](auto inner, const comm::GroupInfo& group) {
+    return group.rank == 0 ? comm::make_record_engine(recorder, group, inner) : std::move(inner);
+  };
+  run_ranks(2,
+            [&](World& world) {
+              Net net;
+              const DistributedDataParallel ddp(net, world.group());
+              for (int pass = 0; pass < 3; ++pass) backward(net, part_of(whole_batch(samples), 2, world.rank()));
+            },
+            {.decorators = {decorator}});
+  EXPECT_TRUE(std::ranges::none_of(recorder->records(), [](const auto& record) { return record.site == "ddp.given"; }));
+}
+
 TEST(DdpPlainLoop, GradientsThatWaitAreNoNorm) {
   run_ranks(2, [](World& world) {
     Net net;

@@ -81,6 +81,23 @@ TEST_P(TorchOptimizer, AgreesWithTorch) {
   expect_close(ours, theirs);
 }
 
+/// By which autograd refuses a graph that was made before.
+TEST_P(EveryOptimizer, AnUpdateShowsInAParametersVersion) {
+  const auto parameters = make_parameters(kShapes);
+  const auto optimizer = make_optimizer(config_of(GetParam()), parameters, plain_model(parameters));
+  const auto versions = [&] {
+    std::vector<int64_t> now;
+    for (const auto& parameter : parameters) now.push_back(parameter.tensor._version());
+    return now;
+  };
+  draw_gradients(parameters, 1);
+  parameters[3].tensor.mutable_grad().reset();
+  const auto before = versions();
+  optimizer->step(0.1);
+  const auto behind = versions();
+  for (size_t i = 0; i < parameters.size(); ++i) EXPECT_EQ(behind[i] > before[i], i != 3) << parameters[i].name;
+}
+
 // On an accelerator the operators decide by the flag, and the host learns of it later.
 TEST_P(EveryOptimizer, AStepIsSkippedByWhatTheNormSays) {
   const auto ours = make_parameters(kShapes), reference = make_parameters(kShapes);
@@ -258,41 +275,57 @@ TEST(UpdatesByPieces, OfLionMissNoElement) {
   EXPECT_TRUE(exp_avg.eq(0.25).all().item<bool>());
 }
 
+/// A state of 8-bit Adam after two updates of `runs`.
+struct UpdatedRuns {
+  UpdatedRuns(const at::Tensor& values, const at::Tensor& gradient, const std::vector<kernels::QuantizedRun>& runs) : parameter(values.clone()) {
+    const auto zeros = [](int64_t size, at::ScalarType dtype) { return at::zeros({size}, dtype); };
+    const int64_t held = runs.back().first_scale + runs.back().blocks(), all = runs.back().first_block() + runs.back().blocks();
+    state = {.exp_avg = zeros(values.numel(), at::kByte),
+             .exp_avg_sq = zeros(values.numel(), at::kByte),
+             .exp_avg_scale = zeros(held, at::kFloat),
+             .exp_avg_sq_scale = zeros(held, at::kFloat)};
+    for (int64_t update = 1; update <= 2; ++update) {
+      const kernels::Adam8bitStep step{.lr = 0.1, .weight_decay = 0.01, .step = update};
+      const at::Tensor scale = zeros(all, at::kFloat), sq_scale = zeros(all, at::kFloat);
+      kernels::adam8bit_scales(gradient, state, runs, step, scale, sq_scale);
+      kernels::adam8bit_update_(parameter, gradient, state, runs, step, scale, sq_scale);
+    }
+  }
+  /// Its last `count` elements and what is kept of them.
+  std::vector<at::Tensor> end(int64_t count, int64_t blocks) const {
+    const auto last = [](const at::Tensor& all, int64_t count) { return all.narrow(0, all.numel() - count, count); };
+    return {last(parameter, count), last(state.exp_avg, count), last(state.exp_avg_sq, count), last(state.exp_avg_scale, blocks),
+            last(state.exp_avg_sq_scale, blocks)};
+  }
+  at::Tensor parameter;
+  kernels::Adam8bitState state;
+};
+
+kernels::QuantizedRun run_of(int64_t offset, int64_t count, int64_t first_index, int64_t first_scale) {
+  return {{offset, count, static_cast<uint64_t>(first_index)}, first_scale};
+}
+
 /// The end of a tensor is updated as if a rank held it alone, though a piece ends in it, within a block.
 TEST(UpdatesByPieces, OfAdam8bitHaveTheBitsOfAPart) {
   constexpr int64_t kAll = (int64_t{1} << 22) + 900, kFirst = 100, kBlock = kernels::kAdam8bitBlock, kPart = 5 * kBlock + (kFirst + kAll) % kBlock;
-  struct Held {
-    Held(const at::Tensor& values, const at::Tensor& gradient, int64_t first_index)
-        : parameter(values.clone()), gradient(gradient), runs{{{0, values.numel(), static_cast<uint64_t>(first_index)}, 0}} {
-      const int64_t blocks = (first_index % kBlock + values.numel() + kBlock - 1) / kBlock;
-      const auto zeros = [](int64_t size, at::ScalarType dtype) { return at::zeros({size}, dtype); };
-      state = {.exp_avg = zeros(values.numel(), at::kByte),
-               .exp_avg_sq = zeros(values.numel(), at::kByte),
-               .exp_avg_scale = zeros(blocks, at::kFloat),
-               .exp_avg_sq_scale = zeros(blocks, at::kFloat)};
-      for (int64_t update = 1; update <= 2; ++update) {
-        const kernels::Adam8bitStep step{.lr = 0.1, .weight_decay = 0.01, .step = update};
-        const int64_t all = (first_index + values.numel() + kBlock - 1) / kBlock;
-        const at::Tensor scale = zeros(all, at::kFloat), sq_scale = zeros(all, at::kFloat);
-        kernels::adam8bit_scales(this->gradient, state, runs, step, scale, sq_scale);
-        kernels::adam8bit_update_(parameter, this->gradient, state, runs, step, scale, sq_scale);
-      }
-    }
-    std::vector<at::Tensor> end() const {
-      const auto last = [](const at::Tensor& all, int64_t count) { return all.narrow(0, all.numel() - count, count); };
-      const int64_t blocks = (kPart + kBlock - 1) / kBlock;
-      return {last(parameter, kPart), last(state.exp_avg, kPart), last(state.exp_avg_sq, kPart), last(state.exp_avg_scale, blocks),
-              last(state.exp_avg_sq_scale, blocks)};
-    }
-    at::Tensor parameter, gradient;
-    std::vector<kernels::QuantizedRun> runs;
-    kernels::Adam8bitState state;
-  };
   at::manual_seed(3);
   const at::Tensor values = at::randn({kAll}), gradient = at::randn({kAll});
   const auto part_of = [&](const at::Tensor& all) { return all.narrow(0, kAll - kPart, kPart).clone(); };
-  const Held whole(values, gradient, kFirst), part(part_of(values), part_of(gradient), kFirst + kAll - kPart);
-  for (size_t i = 0; i < 5; ++i) EXPECT_TRUE(at::equal(whole.end()[i], part.end()[i])) << i;
+  const UpdatedRuns whole(values, gradient, {run_of(0, kAll, kFirst, 0)});
+  const UpdatedRuns part(part_of(values), part_of(gradient), {run_of(0, kPart, kFirst + kAll - kPart, 0)});
+  constexpr int64_t kBlocks = (kPart + kBlock - 1) / kBlock;
+  for (size_t i = 0; i < 5; ++i) EXPECT_TRUE(at::equal(whole.end(kPart, kBlocks)[i], part.end(kPart, kBlocks)[i])) << i;
+}
+
+/// A rank may hold a tensor's first and third part: the third's blocks are as when it is held alone.
+TEST(UpdatesByPieces, OfAdam8bitKnowWhereEachRunLies) {
+  constexpr int64_t kBlock = kernels::kAdam8bitBlock, kFront = 2 * kBlock + 17, kLater = 7 * kBlock + 5, kPart = kBlock + 90;
+  at::manual_seed(5);
+  const at::Tensor values = at::randn({kFront + kPart}), gradient = at::randn({kFront + kPart});
+  const auto part_of = [&](const at::Tensor& all) { return all.narrow(0, kFront, kPart).clone(); };
+  const UpdatedRuns both(values, gradient, {run_of(0, kFront, 0, 0), run_of(kFront, kPart, kLater, 3)});
+  const UpdatedRuns alone(part_of(values), part_of(gradient), {run_of(0, kPart, kLater, 0)});
+  for (size_t i = 0; i < 5; ++i) EXPECT_TRUE(at::equal(both.end(kPart, 2)[i], alone.end(kPart, 2)[i])) << i;
 }
 
 TEST_P(TorchOptimizer, StateIsNamedAndSlicedLikeItsParameter) {
