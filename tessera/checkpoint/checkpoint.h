@@ -171,6 +171,8 @@ Latest find_latest(const std::filesystem::path& dir, Thoroughness thoroughness =
 struct PruneOptions {
   RunIdentity run{};          ///< only those on its line count, and only those are taken away; what has no readable manifest is nobody's
   std::set<int64_t> known{};  ///< steps whose bytes need not be read back: they were hashed on their way to the disk, or when they were loaded
+  /// The step that was written last: later ones are of a start before, which went further. They do not count, and stay.
+  int64_t newest = std::numeric_limits<int64_t>::max();
 };
 
 struct Pruned {

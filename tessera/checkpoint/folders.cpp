@@ -260,7 +260,9 @@ Pruned prune(const std::filesystem::path& dir, int64_t keep, const PruneOptions&
   }
 
   const auto folders = written_checkpoints(dir);
-  const auto counts = [&](const WrittenCheckpoint& written) { return written.writer && options.run.holds(*written.writer, written.step); };
+  const auto counts = [&](const WrittenCheckpoint& written) {
+    return written.writer && written.step <= options.newest && options.run.holds(*written.writer, written.step);
+  };
   const bool too_many = keep > 0 && std::ranges::count_if(folders, counts) > keep;
   int64_t valid = 0;
   bool lost = false;  // one that makes no number was met

@@ -103,7 +103,7 @@ void Saver::prune_after(SaveOutcome& outcome) {
   if (group_.rank() != 0 || options_.keep == 0) return;
   outcome.remark = finish_removing();
   try {
-    auto pruned = prune(options_.dir, options_.keep, {.run = options_.run, .known = options_.known});
+    auto pruned = prune(options_.dir, options_.keep, {.run = options_.run, .known = options_.known, .newest = outcome.step});
     for (const auto& kept : pruned.kept) {
       if (told_.insert(kept).second) outcome.remark += (outcome.remark.empty() ? "" : "; ") + kept + ", and stays as it is";
     }

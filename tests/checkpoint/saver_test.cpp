@@ -88,6 +88,19 @@ TEST_P(SaverTest, BothFormsWriteTheSameBytes) {
   }
 }
 
+/// A program that names no run, started again from the beginning: what went further is not its own newest.
+TEST_P(SaverTest, WhatAnEarlierStartSavedFurtherOnPushesNothingOut) {
+  for (const std::vector<int64_t>& start : {std::vector<int64_t>{4, 5, 6}, {1, 2, 3}}) {
+    Saver saver(options(2), comm::Group::self());
+    for (const int64_t step : start) {
+      saver.save(state_of(Layout::Rows, 1, 0, step));
+      saver.wait();
+    }
+    for (const auto& outcome : saver.outcomes()) EXPECT_THAT(outcome.error, IsEmpty());
+  }
+  EXPECT_THAT(names(), ElementsAre("step-00000002", "step-00000003", "step-00000005", "step-00000006"));
+}
+
 TEST_P(SaverTest, AFullDiskOfOneRankIsToldToAllAndTheLastGoodOneStays) {
   comm::run_ranks(3, [&](comm::World& world) {
     Saver saver(options(1), world.group());

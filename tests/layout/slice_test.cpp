@@ -83,6 +83,9 @@ TEST(SliceTest, CheckFindsOverlapsAndBoxesOutside) {
   EXPECT_THROW((Slice{"x", {4}, {{{2}, {3}}}}.check()), InternalError);
   EXPECT_THROW((Slice{"x", {4}, {{{0, 0}, {1, 1}}}}.check()), InternalError);
   (Slice{"x", {4}, {{{0}, {2}}, {{2}, {2}}}}.check());
+  EXPECT_THROW((Slice{"x", {6, 4}, {{{0, 0}, {6, 1}}, {{1, 2}, {1, 2}}, {{3, 1}, {1, 2}}, {{3, 2}, {2, 1}}}}.check()), InternalError);
+  (Slice{"x", {6, 4}, {{{0, 0}, {6, 1}}, {{1, 2}, {1, 2}}, {{3, 1}, {1, 1}}, {{3, 2}, {2, 1}}, {{3, 2}, {0, 2}}}}.check());
+  EXPECT_THROW((Slice{"x", {}, {{{}, {}}, {{}, {}}}}.check()), InternalError);
 }
 
 TEST(ForEachRun, VisitsTheBoxInRowMajorOrder) {
