@@ -9,6 +9,7 @@ endif()
 if(TESSERA_MPI AND MPI_CXX_FOUND)
   file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tessera/comm/backends/mpi/plugin/*.cpp)
   list(APPEND sources ${CMAKE_SOURCE_DIR}/tessera/core/error.cpp)  # the texts of what it throws
+  list(APPEND sources ${CMAKE_SOURCE_DIR}/tessera/comm/backends/extremum.cpp)
   add_library(tessera_mpi SHARED ${sources})
   target_link_libraries(tessera_mpi PRIVATE tessera_base MPI::MPI_CXX)
   target_compile_definitions(tessera_mpi PRIVATE OMPI_SKIP_MPICXX)

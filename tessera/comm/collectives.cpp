@@ -201,6 +201,13 @@ void check_sizes(const char* op, const Group& group, const at::Tensor& whole, co
   invariant(false, op, " of group ", group.name(), " of ", group.size(), ": ", describe(whole), " is not ", parts, " times ", describe(part));
 }
 
+void check_dtypes(const char* op, const Group& group, const Tensors& tensors, const at::Tensor& like) {
+  for (size_t rank = 0; rank < tensors.size(); ++rank) {
+    if (tensors[rank].scalar_type() == like.scalar_type()) continue;
+    invariant(false, op, " of group ", group.name(), ": rank ", rank, "'s part is ", describe(tensors[rank]), " where this rank has ", describe(like));
+  }
+}
+
 void check_count(const char* op, const Group& group, const Tensors& tensors) {
   invariant(static_cast<int>(tensors.size()) == group.size(), op, " of group ", group.name(), " of ", group.size(), " gets ", tensors.size(), " tensors");
   for (const auto& tensor : tensors) check_input(op, group, tensor);
@@ -246,6 +253,20 @@ void check_splits(const char* op, const Group& group, const at::Tensor& tensor, 
   const auto sum = std::accumulate(splits.begin(), splits.end(), int64_t{0});
   invariant(static_cast<int>(splits.size()) == group.size() && sum == rows && *std::min_element(splits.begin(), splits.end()) >= 0, op, " of group ",
             group.name(), " of ", group.size(), ": splits ", c10::IntArrayRef(splits), " do not deal ", rows, " rows");
+}
+
+// What ranks give is what they get: rows of one size and dtype, and of a rank's own as many as it expects.
+void check_rows(const char* op, const Group& group, const at::Tensor& out, const std::vector<int64_t>& out_splits, const at::Tensor& in,
+                const std::vector<int64_t>& in_splits) {
+  const auto row = [](const at::Tensor& tensor) { return tensor.dim() == 0 ? 1 : c10::multiply_integers(tensor.sizes().slice(1)); };
+  const auto own = [&](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
+    if (!splits.empty()) return splits[static_cast<size_t>(group.rank())];
+    return (tensor.dim() == 0 ? 1 : tensor.size(0)) / group.size();
+  };
+  const bool fit = row(out) == row(in) && out.scalar_type() == in.scalar_type();
+  invariant(fit, op, " of group ", group.name(), " of ", group.size(), ": rows of ", describe(in), " do not fit ", describe(out));
+  const int64_t given = own(in, in_splits), expected = own(out, out_splits);
+  invariant(given == expected, op, " of group ", group.name(), ": rank ", group.rank(), " gives itself ", given, " rows and expects ", expected);
 }
 
 }  // namespace
@@ -322,6 +343,7 @@ Pending all_gather_uneven_async(const Group& group, const Tensors& outs, const a
   check_input("all_gather_uneven", group, in);
   check_count("all_gather_uneven", group, outs);
   check_sizes("all_gather_uneven", group, outs[group.rank()], in, 1);
+  check_dtypes("all_gather_uneven", group, outs, in);
   const at::NoGradGuard no_grad;
   const MemoryScope scratch(MemoryCategory::Comm);
   const auto most = largest(outs);
@@ -340,6 +362,7 @@ Pending reduce_scatter_async(const Group& group, const at::Tensor& out, const at
 Pending reduce_scatter_uneven_async(const Group& group, const at::Tensor& out, const Tensors& ins, Op op) {
   check_count("reduce_scatter_uneven", group, ins);
   check_sizes("reduce_scatter_uneven", group, ins[group.rank()], out, 1);
+  check_dtypes("reduce_scatter_uneven", group, ins, out);
   const at::NoGradGuard no_grad;
   const MemoryScope scratch(MemoryCategory::Comm);
   const auto most = largest(ins);
@@ -355,6 +378,7 @@ Pending all_to_all_async(const Group& group, const at::Tensor& out, const at::Te
   check_output("all_to_all", group, out);
   check_splits("all_to_all", group, out, out_splits);
   check_splits("all_to_all", group, in, in_splits);
+  check_rows("all_to_all", group, out, out_splits, in, in_splits);
   if (group.size() == 1) return at_once(out, in);
   return start(group, {.op = Operation::AllToAll, .inputs = {packed(in)}, .outputs = {out.detach()}, .in_splits = in_splits, .out_splits = out_splits});
 }

@@ -24,13 +24,14 @@ class Work;
 /// fit: InternalError otherwise, before anything is sent. Every rank must pass the same shapes and dtypes unless said otherwise.
 /// In place: all_gather's `in` may be this rank's part of `out`, and reduce_scatter's `out` this rank's part of `in`; other overlaps are not allowed.
 /// Where a peer or a link fails, or the group's timeout passes: CommError with the op, the group, the rank and the seconds waited.
-/// Data that is moved and not summed may have any dtype; sums are made in the tensor's own dtype.
+/// Data that is moved and not summed may have any dtype; sums are made in the tensor's own dtype. A NaN on any rank gives NaN, by every Op and backend.
 /// Each `_async` form returns at once; tensors must be neither written nor (outputs) read until `wait` has returned.
 /// What is written counts as written in place (Tensor::_version), so that autograd, and who keeps results, notice it. By an `_async` form it need not: so
 /// memory is filled that graphs know already, as with the parameters that a unit gathers.
 namespace tessera::comm {
 
-/// A collective in flight. Owns what it needs, the tensors included. Destroying it without waiting leaves outputs undefined.
+/// A collective in flight. Owns what it needs, the tensors included. Destroying it without waiting leaves outputs undefined; a send goes on, and keeps its
+/// tensor until the peer has it.
 class Pending {
  public:
   /// Nothing in flight: done.

@@ -137,6 +137,10 @@ at::Tensor reduce_to_root(const Group& group, const at::Tensor& x, int root) {
   return apply(group, x, forward, [group, root](const at::Tensor& dy) { return differentiable::broadcast(group, dy, root); });
 }
 
+// A message of numbers comes back as a gradient, whoever wants it: neither side knows the other's mind, and what one sends and the other does not take would be
+// taken for the gradient of the next.
+bool comes_back(const at::Tensor& x) { return at::isFloatingType(x.scalar_type()) || at::isComplexType(x.scalar_type()); }
+
 }  // namespace
 
 at::Tensor copy_to_group(const Group& group, const at::Tensor& x) {
@@ -247,12 +251,14 @@ at::Tensor send(const Group& group, const at::Tensor& x, int dst, int tag) {
     comm::send(group, x, dst, tag);
     return at::zeros({}, x.options());
   };
-  const auto backward = [group, dst, tag, shape = x.sizes().vec()](const at::Tensor& token) {
+  const bool wanted = x.requires_grad();
+  const auto backward = [group, dst, tag, wanted, shape = x.sizes().vec()](const at::Tensor& token) {
     auto dx = at::empty(shape, token.options());
     comm::recv(group, dx, dst, tag);
-    return once_differentiable("send", kMessages, {token}, {dx})[0];
+    return wanted ? once_differentiable("send", kMessages, {token}, {dx})[0] : at::Tensor();
   };
-  return apply(group, x, forward, backward);
+  if (wanted || !comes_back(x) || !at::GradMode::is_enabled()) return apply(group, x, forward, backward);
+  return apply(group, (x.is_inference() ? x.clone() : x.detach()).requires_grad_(), forward, backward);
 }
 
 at::Tensor recv(const Group& group, const at::Tensor& like, int src, int tag) {
@@ -266,7 +272,7 @@ at::Tensor recv(const Group& group, const at::Tensor& like, int src, int tag) {
     return once_differentiable("recv", kMessages, {dy}, {at::zeros({}, dy.options())})[0];
   };
   // Autograd comes back to a node only through an input that wants a gradient.
-  return apply(group, at::zeros({}, like.options()).requires_grad_(at::isFloatingType(like.scalar_type())), forward, backward);
+  return apply(group, at::zeros({}, like.options()).requires_grad_(comes_back(like)), forward, backward);
 }
 
 at::Tensor barrier(const Group& group, const at::Tensor& x) {

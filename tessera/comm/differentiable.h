@@ -8,8 +8,9 @@
 #include "tessera/comm/group.h"
 
 /// Collectives that autograd follows. Each is named by what it does forward and says what it does backward; every rank must run backward through it,
-/// in the same order: x requires grad on all ranks or on none. Backward is made of these same functions, so gradients of gradients work; those of send and
-/// recv are refused (ConfigError). Outputs are new tensors (but for the group of one: the input itself). Backward's records carry the CallSite of forward.
+/// in the same order: x requires grad on all ranks or on none (but for send and recv). Backward is made of these same functions, so gradients of gradients
+/// work; those of send and recv are refused (ConfigError). Outputs are new tensors (but for the group of one: the input itself). Backward's records carry the
+/// CallSite of forward.
 ///
 /// Which backward is right depends on what the gradient is that arrives at a *replicated* output (every rank holds the same y):
 ///   Gradient::Replicated   every rank goes on to compute the same loss from y, so each already holds the whole dL/dy;
@@ -57,7 +58,9 @@ at::Tensor gather(const Group& group, const at::Tensor& x, int root = 0);
 at::Tensor scatter(const Group& group, const at::Tensor& x, int root = 0);
 
 /// Sends x to `dst` and returns a zero scalar that stands for it: add it to this rank's loss, and backward receives dL/dx from `dst`.
-/// Traffic: one send; backward one recv.
+/// Floats that are sent come back as a gradient, also where x requires none: the receiver, who cannot know, sends it, and one that nobody took would be taken
+/// for that of the next message. So add the scalar to a loss of which backward runs wherever the receiver's does, and record graphs (GradMode) on both sides or
+/// on neither. What has no gradient at all is for comm::send. Traffic: one send; backward one recv.
 at::Tensor send(const Group& group, const at::Tensor& x, int dst, int tag = 0);
 
 /// y = what `src` sends; `like` gives shape, dtype and device and is not read. Backward: sends dL/dy to `src`. Traffic: one recv; backward one send.

@@ -39,7 +39,7 @@ class Notes : public c10d::Backend {
   }
   Pointer alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
                         const c10d::AllToAllOptions& options) override {
-    return note("alltoall", options, fmt::format("{} in, {} out", in_splits.at(0), out_splits.at(0)));
+    return note("alltoall", options, fmt::format("{} in, {} out", in_splits.at(1), out_splits.at(1)));
   }
   Pointer gather(std::vector<Tensors>& outs, Tensors&, const c10d::GatherOptions& options) override {
     return note("gather", options, fmt::format("{} lists to {}", outs.size(), options.rootRank));
@@ -67,13 +67,14 @@ TEST(C10dEngine, HandsEachCallToItsMethod) {
   const Group group({.name = "theirs", .rank = 0, .size = 2}, notes);
   auto two = at::ones({2});
   const auto four = at::ones({4}), none = at::Tensor();
-  all_reduce(group, two, Op::Max);
-  EXPECT_EQ(two[0].item<float>(), 2);
+  const auto whole = at::ones({2}, at::kInt);
+  all_reduce(group, whole, Op::Max);
+  EXPECT_EQ(whole[0].item<int>(), 2);
   reduce_async(group, two, 1).wait();
   broadcast(group, two, 1);
   all_gather(group, four, two);
   reduce_scatter(group, two, four);
-  all_to_all(group, four, two, {3, 1}, {0, 2});
+  all_to_all(group, four, two, {1, 3}, {1, 1});
   gather(group, four, two, 0);
   gather(group, none, two, 1);
   scatter(group, two, four, 0);
@@ -82,11 +83,44 @@ TEST(C10dEngine, HandsEachCallToItsMethod) {
   barrier(group);
   group.engine()->start({.op = Operation::Broadcast, .outputs = {two}, .peer = 0, .timeout = 300ms})->wait();
   EXPECT_THAT(notes->all, ElementsAre(fmt::format("allreduce op {}, waits", static_cast<int>(c10d::ReduceOp::MAX)), "reduce root 1", "broadcast root 1, waits",
-                                      "allgather 4 from 2, waits", "reduce_scatter 2 from 4, waits", "alltoall 0 in, 3 out, waits",
+                                      "allgather 4 from 2, waits", "reduce_scatter 2 from 4, waits", "alltoall 1 in, 3 out, waits",
                                       "gather 1 lists to 0, waits", "gather 0 lists to 1, waits", "scatter 1 lists of 2 from 0, waits", "send 7 to 1",
                                       "recv 8 from 1", "barrier , waits", "broadcast root 0, 300 ms"));
   EXPECT_EQ(group.engine()->name(), "notes");
   EXPECT_EQ(empty(group, {3}).numel(), 3);  // plain memory, as it offers none
+}
+
+/// They may lose a NaN, where integers of the same order have none.
+TEST(C10dEngine, AsksForMinimaAndMaximaOfIntegers) {
+  class Dtypes final : public Notes {
+   public:
+    Pointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override { return see(tensors[0], options.asyncOp); }
+    Pointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override { return see(tensors[0], options.asyncOp); }
+    Pointer _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
+      out.copy_(in.narrow(0, 0, out.numel()));
+      return see(in, options.asyncOp);
+    }
+    std::vector<at::ScalarType> seen;
+
+   private:
+    Pointer see(const at::Tensor& tensor, bool gives_work) {
+      seen.push_back(tensor.scalar_type());
+      return gives_work ? completed_work() : Pointer();
+    }
+  };
+  const auto dtypes = c10::make_intrusive<Dtypes>();
+  const Group group({.name = "theirs", .rank = 0, .size = 2}, dtypes);
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt}) {
+    const auto given = at::tensor({-2.0f, -0.5f, 0.0f, 3.0f}).to(dtype), before = given.clone(), part = at::empty({2}, at::TensorOptions(dtype));
+    all_reduce(group, given, Op::Max);
+    all_reduce_async(group, given, Op::Max).wait();
+    reduce(group, given, 0, Op::Min);
+    reduce_scatter(group, part, given, Op::Min);
+    EXPECT_TRUE(at::equal(given, before) && at::equal(part, before.narrow(0, 0, 2))) << dtype;
+  }
+  std::vector<at::ScalarType> expected(4 * 5, at::kInt);
+  std::fill_n(expected.begin() + 4, 4, at::kLong);
+  EXPECT_EQ(dtypes->seen, expected);
 }
 
 /// As ProcessGroupNCCL: of a call that waits it gives no work.

@@ -202,6 +202,12 @@ TEST_P(Check, MessagesOfEverySizeAndDtypeArriveWhole) {
         EXPECT_TRUE(got.equal(values(left))) << length;
       }
     }
+    // One element, whose stride says nothing.
+    auto one = at::empty({1, 2}).select(1, 0);
+    auto receiving = recv_async(world.group(), one, left, 9);
+    send(world.group(), at::full({1, 2}, 5.f).select(1, 1), right, 9);
+    receiving.wait();
+    EXPECT_EQ(one[0].item<float>(), 5);
     // Received in another order than sent.
     auto first = at::empty({2}), second = at::empty({2, 2});
     auto b = recv_async(world.group(), second, left, 8), a = recv_async(world.group(), first, left, 7);

@@ -1,5 +1,7 @@
 #include "tessera/comm/collectives.h"
 
+#include <cmath>
+
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -66,6 +68,51 @@ TEST_P(Collectives, TruthValuesAreOrAndAnd) {
       all_reduce(world.group(), said, op);
       EXPECT_EQ(said.view(at::kByte).to(at::kLong).sum().item<int64_t>(), all && n > 1 ? 1 : 2) << to_string(op);
       EXPECT_TRUE(at::equal(said, at::tensor({1, all && n > 1 ? 0 : 1, 0}, at::kLong).to(at::kBool))) << to_string(op);
+    }
+  });
+}
+
+// Wherever the NaN is, and in whichever part of the tensor.
+TEST_P(Collectives, AMinimumOrMaximumWithANaNIsNaN) {
+  const int n = size();
+  run([n](World& world) {
+    const auto group = world.group();
+    const auto with_nan = [&](int where, int64_t length, at::ScalarType dtype) {
+      auto given = (values(group.rank(), {length}) - 3).to(dtype);
+      if (group.rank() == where) given.slice(0, 0, length, 3).fill_(NAN);
+      return given;
+    };
+    for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+      for (int where = 0; where < n; ++where) {
+        for (const auto op : {Op::Min, Op::Max}) {
+          const int64_t length = 6 * n;
+          auto expected = (values(op == Op::Max ? n - 1 : 0, {length}) - 3).to(dtype);
+          expected.slice(0, 0, length, 3).fill_(NAN);
+          auto all = with_nan(where, length, dtype), at_root = all.clone(), part = at::empty({6}, at::TensorOptions(dtype));
+          reduce_scatter(group, part, all, op);
+          all_reduce(group, all, op);
+          reduce(group, at_root, n - 1, op);
+          EXPECT_TRUE(at::allclose(all, expected, 0, 0, /*equal_nan=*/true)) << dtype << " on rank " << where;
+          EXPECT_TRUE(at::allclose(part, expected.narrow(0, 6 * group.rank(), 6), 0, 0, /*equal_nan=*/true)) << dtype << " on rank " << where;
+          if (group.rank() == n - 1) EXPECT_TRUE(at::allclose(at_root, expected, 0, 0, /*equal_nan=*/true)) << dtype << " on rank " << where;
+        }
+      }
+    }
+  });
+}
+
+TEST_P(Collectives, MinimaAndMaximaAreInTheOrderOfTheNumbers) {
+  const int n = size();
+  run([n](World& world) {
+    for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+      const auto numbers = at::tensor({-INFINITY, -2.5f, -6e-8f, 0.0f, 6e-8f, 1.0f, INFINITY}).to(dtype);
+      for (const auto op : {Op::Min, Op::Max}) {
+        const auto mine = numbers.roll(world.rank());
+        auto most = mine.clone(), expected = numbers.clone();
+        for (int rank = 1; rank < n; ++rank) expected = op == Op::Max ? at::maximum(expected, numbers.roll(rank)) : at::minimum(expected, numbers.roll(rank));
+        all_reduce(world.group(), most, op);
+        expect_equal(most, expected);
+      }
     }
   });
 }
@@ -219,6 +266,27 @@ TEST_P(Collectives, SendAndRecvAroundARing) {
   });
 }
 
+// Also what is too large to lie somewhere until it is asked for.
+TEST_P(Collectives, ASendThatNobodyWaitsForArrives) {
+  if (size() == 1) GTEST_SKIP() << "nobody to send to";
+  const auto body = [](World& world) {
+    const auto group = world.group();
+    for (const int64_t length : {3, 1'000'000}) {
+      if (world.rank() == 0) {
+        for (const int tag : {4, 5}) send_async(group, at::full({length}, float(tag)), 1, tag) = Pending();
+      }
+      barrier(group);
+      for (const int tag : {5, 4}) {
+        auto received = at::zeros({length});
+        if (world.rank() == 1) recv(group, received, 0, tag);
+        if (world.rank() == 1) expect_equal(received, at::full({length}, float(tag)));
+      }
+    }
+    if (world.rank() == 0) send_async(group, at::ones({1'000'000}), 1, 6) = Pending();  // which nobody takes, and nobody's end waits for
+  };
+  run_ranks(size(), body, {.timeout = std::chrono::seconds(20), .backend = std::get<0>(GetParam())});
+}
+
 TEST_P(Collectives, AsynchronousOnesInterleave) {
   const int n = size();
   run([n](World& world) {
@@ -319,12 +387,37 @@ TEST(CollectivesRefuse, WhatTheyCannotWriteOrDeal) {
   EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({3}), at::zeros({3})); }), HasSubstr("3 rows cannot be dealt equally over 2 ranks"));
   EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({4}), at::zeros({4}), {2, 2}, {3, 2}); }),
               HasSubstr("splits [3, 2] do not deal 4 rows"));
+  EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({4}, at::kInt), at::zeros({4})); }),
+              HasSubstr("all_to_all of group world of 2: rows of [4] Float on cpu do not fit [4] Int on cpu"));
+  EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({2, 6}), at::zeros({4, 3})); }),
+              HasSubstr("rows of [4, 3] Float on cpu do not fit [2, 6] Float on cpu"));
+  EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({4}), at::zeros({4}), {2, 2}, {3, 1}); }),
+              HasSubstr("rank 0 gives itself 3 rows and expects 2"));
+  EXPECT_THAT(refusal([](const Group& group) {
+                std::vector<at::Tensor> outs{at::zeros({2}), at::zeros({2})};
+                outs[1 - group.rank()] = at::zeros({2}, at::kLong);
+                all_gather_uneven(group, outs, at::zeros({2}));
+              }),
+              HasSubstr("all_gather_uneven of group world: rank 1's part is [2] Long on cpu where this rank has [2] Float on cpu"));
+  EXPECT_THAT(refusal([](const Group& group) {
+                std::vector<at::Tensor> ins{at::zeros({2}), at::zeros({2})};
+                ins[1 - group.rank()] = at::zeros({2}, at::kDouble);
+                reduce_scatter_uneven(group, at::zeros({2}), ins);
+              }),
+              HasSubstr("reduce_scatter_uneven of group world: rank 1's part is [2] Double on cpu"));
   EXPECT_THAT(refusal([](const Group& group) { broadcast(group, at::zeros({4}), 2); }), HasSubstr("rank 2 is not one of its 2"));
   EXPECT_THAT(refusal([](const Group& group) { send(group, at::zeros({4}), group.rank()); }), HasSubstr("sends to itself"));
   EXPECT_THAT(refusal([](const Group& group) { send(group, at::zeros({4}), 1 - group.rank(), 4194304); }),
               HasSubstr("send of group world: tag 4194304 is not one of 0 to 4194303; those above are of the messages of which collectives are made"));
   EXPECT_THAT(refusal([](const Group& group) { recv(group, at::zeros({4}), 1 - group.rank(), -1); }), HasSubstr("recv of group world: tag -1 is not one of"));
   EXPECT_THAT(refusal([](const Group& group) { all_gather_uneven(group, {at::zeros({1})}, at::zeros({1})); }), HasSubstr("gets 1 tensors"));
+}
+
+TEST(CollectivesRefuse, ARankAloneThatGivesItselfOtherRowsThanItExpects) {
+  run_ranks(1, [](World& world) {
+    EXPECT_THROW(all_to_all(world.group(), at::zeros({4}), at::zeros({1}), {4}, {1}), InternalError);
+    EXPECT_THROW(all_to_all(world.group(), at::zeros({2}, at::kLong), at::zeros({2})), InternalError);
+  });
 }
 
 }  // namespace

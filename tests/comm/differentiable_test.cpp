@@ -316,6 +316,36 @@ TEST_P(Differentiable, SendAndRecvThroughAChain) {
   });
 }
 
+// The receiver cannot know what the sender wants, and sends its gradient: none is left over for the next message.
+TEST(DifferentiableMessages, FromASenderWhoWantsNoGradientAreAnsweredToo) {
+  for (const auto dtype : {at::kFloat, at::kComplexFloat}) {
+    run_ranks(2, [dtype](World& world) {
+      const auto group = world.group();
+      for (int step = 0; step < 3; ++step) {
+        if (world.rank() == 1) {
+          at::real(differentiable::recv(group, at::empty({3}, dtype), 0, 7) * (10.0 * (step + 1))).sum().backward();
+          continue;
+        }
+        const auto x = at::ones({3}, dtype).requires_grad_(step > 0);
+        at::real(differentiable::send(group, x, 1, 7)).backward();
+        if (step > 0) EXPECT_TRUE(at::equal(x.grad(), at::full({3}, 10.0 * (step + 1), dtype))) << x.grad();
+      }
+    });
+  }
+}
+
+TEST(DifferentiableMessages, OfIntegersAndWithoutGraphsAreNot) {
+  run_ranks(2, [](World& world) {
+    const auto group = world.group();
+    for (const bool records : {true, false}) {
+      const at::AutoGradMode mode(records);
+      const auto x = at::ones({3}, records ? at::kLong : at::kFloat);
+      const auto y = world.rank() == 0 ? differentiable::send(group, x, 1) : differentiable::recv(group, x, 0);
+      EXPECT_FALSE(y.requires_grad());
+    }
+  });
+}
+
 /// The receiver's second pass would never come by here: silence would be a wrong number.
 TEST(DifferentiableRefuses, ASecondDerivativeThroughAMessage) {
   run_ranks(2, [](World& world) {

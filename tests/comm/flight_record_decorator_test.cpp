@@ -131,6 +131,27 @@ class ScriptedEngine : public DecoratedEngine {
   }
 };
 
+/// An engine whose calls are done when they are asked for.
+class ReadyEngine : public DecoratedEngine {
+ public:
+  explicit ReadyEngine(const GroupInfo& group) : DecoratedEngine(group, {}) {}
+  Work start(const Call&) override { return completed_work(); }
+};
+
+TEST_F(FlightRecords, NumberMessagesOfTwoThreads) {
+  constexpr int messages = 1'000'000;  // of each: long enough to meet on a busy machine
+  const auto recorded = flight_recording(dir, rank_of(0, 2))(std::make_shared<ReadyEngine>(world_of(0, 2)), world_of(0, 2));
+  const Call call{.op = Operation::Send, .inputs = {at::ones({1})}, .peer = 1, .tag = 4};
+  const auto post = [&] {
+    for (int i = 0; i < messages; ++i) recorded->start(call);
+  };
+  std::thread other(post);
+  post();
+  other.join();
+  recorded->start(call);
+  EXPECT_EQ(read(0).calls.back().sequence, 2 * messages + 1);
+}
+
 TEST_F(FlightRecords, FollowACallFromStateToState) {
   const auto engine = std::make_shared<ScriptedEngine>(world_of(0, 2));
   const auto recorded = flight_recording(dir, rank_of(0, 2))(engine, world_of(0, 2));

@@ -92,6 +92,11 @@ TEST(Engines, SayWhatTheyAllocateForADryRun) {
   EXPECT_EQ(scratch_bytes("gloo", {.op = Operation::AllGather, .inputs = {whole}, .outputs = {whole}}), 24);
   EXPECT_EQ(scratch_bytes("mpi", {.op = Operation::AllReduce, .inputs = {half}, .outputs = {half}}), 24);
   EXPECT_EQ(scratch_bytes("mpi", {.op = Operation::AllReduce, .inputs = {whole}, .outputs = {whole}}), 0);
+  const auto part = at::empty({3}, at::kHalf);
+  const Call largest{.op = Operation::ReduceScatter, .inputs = {half}, .outputs = {part}, .reduction = Op::Max};
+  EXPECT_EQ(scratch_bytes("gloo", largest), 24 + 24 + 12) << "in order, Gloo's copy of it, the part";
+  EXPECT_EQ(scratch_bytes("mpi", largest), 24 + 12);
+  EXPECT_EQ(scratch_bytes("nccl", largest), 24 + 12);
   EXPECT_EQ(scratch_bytes("nccl", {.op = Operation::AllReduce, .inputs = {whole}, .outputs = {whole}}), 0);  // also where this machine lacks it
   EXPECT_THROW(scratch_bytes("carrier pigeon", {.op = Operation::Barrier}), ConfigError);
 }

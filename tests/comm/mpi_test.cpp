@@ -42,6 +42,12 @@ void check_sums(const Group& group) {
   expect_equal(most, values(n - 1, {5}));
   expect_equal(least, values(0, {5}));
   expect_equal(product, at::full({5}, std::pow(2.0f, n)));
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    auto with_nan = at::full({2 * n}, rank == 0 ? NAN : float(rank), dtype), part = at::empty({2}, at::TensorOptions(dtype));
+    reduce_scatter(group, part, with_nan, Op::Min);
+    all_reduce(group, with_nan, Op::Max);
+    EXPECT_TRUE(with_nan.isnan().all().item<bool>() && part.isnan().all().item<bool>());
+  }
   // Rounded once: 1 + n small numbers, each of which bf16 would drop beside 1.
   auto rounded = at::full({1}, rank == 0 ? 1.0f : 0.00390625f, at::kBFloat16);
   all_reduce(group, rounded);

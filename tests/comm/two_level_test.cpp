@@ -134,6 +134,18 @@ TEST_P(TwoLevel, AllReduceOfEveryOpAndLength) {
 }
 
 /// As on one host (Collectives.CountAsWritesWhereTheCallerWaits), whatever collectives it is made of.
+TEST_P(TwoLevel, AMaximumWithANaNIsNaN) {
+  run([&](World& world) {
+    for (const int64_t length : {7, 10000}) {
+      for (int where = 0; where < size(); ++where) {
+        auto most = at::full({length}, world.rank() == where ? NAN : float(world.rank()));
+        all_reduce(world.group(), most, Op::Max);
+        EXPECT_TRUE(most.isnan().all().item<bool>()) << "on rank " << where;
+      }
+    }
+  });
+}
+
 TEST_P(TwoLevel, CountsWritesWhereTheCallerWaits) {
   run([n = size()](World& world) {
     const auto group = world.group();

@@ -2,7 +2,11 @@
 
 #include <array>
 
+#include <ATen/ops/empty.h>
+
+#include "tessera/comm/backends/extremum.h"
 #include "tessera/core/error.h"
+#include "tessera/memory/memory.h"
 
 namespace tessera::comm {
 namespace {
@@ -17,7 +21,7 @@ c10d::ReduceOp reduce_op(const Call& call) {
 Work C10dEngine::start(const Call& call) {
   last_.store(call.op, std::memory_order_relaxed);
   asked_.fetch_add(1, std::memory_order_relaxed);
-  Work work = ask(call);
+  Work work = is_extremum(call) ? ask_in_order(call) : ask(call);
   return work ? work : completed_work();
 }
 
@@ -62,6 +66,19 @@ Work C10dEngine::ask(const Call& call) {
       return backend_->barrier({.device_ids = {}, .timeout = timeout, .device = {}, .asyncOp = async});
   }
   throw InternalError("internal error: unknown operation");
+}
+
+Work C10dEngine::ask_in_order(const Call& call) {
+  Call ordered = call;
+  ordered.inputs = {to_ordered(call.inputs[0], *call.reduction)};
+  const bool in_place = call.op != Operation::ReduceScatter;
+  ordered.outputs = {in_place ? ordered.inputs[0] : at::empty(call.outputs[0].sizes(), ordered.inputs[0].options())};
+  Work work = ask(ordered);
+  const auto store = [from = ordered.outputs[0], to = call.outputs[0]] {
+    const MemoryScope scratch(MemoryCategory::Comm);
+    from_ordered(from, to);
+  };
+  return staged_work({{.work = work ? std::move(work) : completed_work(), .after = store}});
 }
 
 // A thread of ProcessGroupNCCL's looks after works and communicators, and keeps what it finds.

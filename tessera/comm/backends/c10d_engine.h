@@ -27,6 +27,7 @@ class C10dEngine : public Engine {
   /// Whether calls are work of the group's own streams of a device, in order there (NCCL).
   bool runs_on_streams() const { return backend_->getBackendName() == "nccl"; }
   Work ask(const Call& call);
+  Work ask_in_order(const Call& call);  ///< for a minimum or maximum that keeps NaN (extremum.h)
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::atomic<uint64_t> asked_{0};                   ///< calls so far

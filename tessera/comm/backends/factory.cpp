@@ -5,6 +5,7 @@
 
 #include <fmt/ranges.h>
 
+#include "tessera/comm/backends/extremum.h"
 #include "tessera/comm/backends/mpi/library.h"
 #include "tessera/comm/backends/staged.h"
 #include "tessera/core/error.h"
@@ -41,9 +42,9 @@ constexpr std::array kEngines{
     Entry{"shm", make_shm_factory, no_scratch, true},
     Entry{"mpi", make_mpi_factory, mpi_scratch_bytes, true, mpi_missing},
 #ifdef TESSERA_CUDA
-    Entry{"nccl", make_nccl_beside_host, no_scratch, false, nccl_missing},
+    Entry{"nccl", make_nccl_beside_host, ordered_bytes, false, nccl_missing},
 #else
-    Entry{"nccl", nullptr, no_scratch, false, without_cuda},
+    Entry{"nccl", nullptr, ordered_bytes, false, without_cuda},
 #endif
 };
 

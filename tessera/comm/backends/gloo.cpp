@@ -6,11 +6,13 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "tessera/comm/backends/c10d_engine.h"
+#include "tessera/comm/backends/extremum.h"
 #include "tessera/comm/backends/factory.h"
+#include "tessera/comm/backends/work_queue.h"
 #include "tessera/core/error.h"
 
 // What is added to torch's Gloo: it moves types that it cannot add up under the name of others of their width, takes its tensors flat where it would compare
-// shapes of no meaning, and an abort ends this rank's waits too and not the peers' alone.
+// shapes of no meaning, sends what nobody waits for any more, and an abort ends this rank's waits too and not the peers' alone.
 
 namespace tessera::comm {
 namespace {
@@ -48,11 +50,43 @@ class GlooBackend : public c10d::ProcessGroupGloo {
   }
 };
 
+/// A send, which Gloo begins once the peer asks for it, and forgets if its work has gone by then. One that is dropped goes to a thread that waits in its
+/// caller's place.
+class SentWork : public c10d::Work {
+ public:
+  SentWork(comm::Work inner, std::weak_ptr<WorkQueue> dropped) : inner_(std::move(inner)), dropped_(std::move(dropped)) {}
+  ~SentWork() override {
+    const auto dropped = waited_ ? nullptr : dropped_.lock();
+    if (!dropped) return;
+    try {
+      dropped->run([inner = inner_] { inner->wait(std::chrono::years(30)); }, /*async=*/true);
+    } catch (...) {  // no thread to be had: it is not sent
+    }
+  }
+
+  bool isCompleted() override { return inner_->isCompleted(); }
+  bool isSuccess() const override { return inner_->isSuccess(); }
+  std::exception_ptr exception() const override { return inner_->exception(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    waited_ = true;
+    return inner_->wait(timeout);
+  }
+
+ private:
+  comm::Work inner_;
+  std::weak_ptr<WorkQueue> dropped_;
+  bool waited_ = false;
+};
+
 class GlooEngine : public C10dEngine {
  public:
   using C10dEngine::C10dEngine;
+  ~GlooEngine() override {
+    if (!dropped_sends_->idle()) abort();  // what its peer has not asked for by now, nobody will
+  }
 
   Work start(const Call& call) override {
+    if (call.op == Operation::Send) return c10::make_intrusive<SentWork>(C10dEngine::start(call), dropped_sends_);
     const bool by_shape = call.op == Operation::AllGather || call.op == Operation::ReduceScatter;  // Gloo's insist on shapes; ours need the right number
     const bool moves = !call.reduction && !call.is_message();  // messages are handed to Gloo as raw bytes: any dtype passes as it is
     if (!by_shape && !moves) return C10dEngine::start(call);
@@ -65,6 +99,9 @@ class GlooEngine : public C10dEngine {
     }
     return C10dEngine::start(carried);
   }
+
+ private:
+  const std::shared_ptr<WorkQueue> dropped_sends_ = std::make_shared<WorkQueue>();
 };
 
 // An interface's name, or else a host name or address.
@@ -106,6 +143,7 @@ int64_t gloo_scratch_bytes(const Call& call) {
     for (const auto& tensor : tensors) sum += static_cast<int64_t>(tensor.nbytes());
     return sum;
   };
+  if (is_extremum(call)) return ordered_bytes(call) + (call.op == Operation::ReduceScatter ? ordered_bytes(call.inputs[0]) : 0);
   if (call.op == Operation::AllGather || call.op == Operation::Gather) return bytes(call.outputs);      // none but at the root of a gather,
   if (call.op == Operation::ReduceScatter || call.op == Operation::Scatter) return bytes(call.inputs);  // or of a scatter
   return 0;

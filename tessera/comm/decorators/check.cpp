@@ -80,7 +80,8 @@ std::vector<int64_t> splits_of(const at::Tensor& tensor, const std::vector<int64
 /// where they disagree on the message's, so that no engine gets a message that is longer than what its receiver waits for: Gloo ends the process then.
 class Frames {
  public:
-  explicit Frames(const at::Tensor& tensor) : bytes_(tensor.view(-1).view(at::kByte)) {
+  /// Of a contiguous tensor, whose strides say nothing where it has one element.
+  explicit Frames(const at::Tensor& tensor) : bytes_(tensor.as_strided({tensor.numel()}, {1}).view(at::kByte)) {
     int64_t size = 1024;
     for (int64_t begin = 0; begin < bytes_.numel(); begin += size, size = std::min(4 * size, kLargest)) {
       const auto part = bytes_.narrow(0, begin, std::min(size, bytes_.numel() - begin));

@@ -2,6 +2,7 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 
 #include <c10/core/Event.h>
@@ -140,10 +141,15 @@ class FlightRecordEngine : public DecoratedEngine {
 
  private:
   // Messages between two ranks are matched by direction and tag, in their order; they are no part of the order of the group's collectives.
-  uint64_t number_of_message(const Call& call) { return call.is_message() ? ++messages_[{call.op, call.peer, call.tag}] : 0; }
+  uint64_t number_of_message(const Call& call) {
+    if (!call.is_message()) return 0;
+    const std::lock_guard lock(mutex_);  // they may come from two threads
+    return ++messages_[{call.op, call.peer, call.tag}];
+  }
 
   std::shared_ptr<FlightRecord> record_;
   FlightRecord::GroupSlot slot_;
+  std::mutex mutex_;
   std::map<std::tuple<Operation, int, int>, uint64_t> messages_;
 };
 

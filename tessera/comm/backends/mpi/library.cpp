@@ -5,6 +5,7 @@
 
 #include <dlfcn.h>
 
+#include "tessera/comm/backends/extremum.h"
 #include "tessera/comm/call.h"
 #include "tessera/core/error.h"
 
@@ -65,9 +66,10 @@ std::string mpi_missing(const Environment& environment) {
 
 std::unique_ptr<EngineFactory> make_mpi_factory(const EngineOptions& options) { return mpi_library().make_factory(options); }
 
-// What is summed in fp32 is a copy; so is what would be scattered in place.
+// What is summed in fp32 is a copy; so is what would be scattered in place, and what a minimum or maximum is made of.
 int64_t mpi_scratch_bytes(const Call& call) {
   if (call.inputs.empty()) return 0;
+  if (is_extremum(call)) return ordered_bytes(call);
   if (call.inputs[0].element_size() != 2) {
     return call.op == Operation::ReduceScatter && call.outputs[0].is_alias_of(call.inputs[0]) ? static_cast<int64_t>(call.outputs[0].nbytes()) : 0;
   }

@@ -5,6 +5,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "tessera/comm/backends/extremum.h"
 #include "tessera/comm/backends/mpi/plugin/datatype.h"
 #include "tessera/comm/backends/mpi/plugin/lane.h"
 #include "tessera/core/error.h"
@@ -24,11 +25,15 @@ int count_of(int64_t elements) {
   return static_cast<int>(elements);
 }
 
-// Sixteen bits are summed in thirty-two: the copy that MPI works on, or the tensor itself.
-at::Tensor summed(const at::Tensor& tensor) { return tensor.is_floating_point() && tensor.element_size() == 2 ? tensor.to(at::kFloat) : tensor; }
+// What MPI works on: integers for minima and maxima of numbers; sixteen bits in thirty-two; or the tensor itself.
+at::Tensor reducible(const at::Tensor& tensor, Op op) {
+  if (is_extremum(tensor.scalar_type(), op)) return to_ordered(tensor, op);
+  return tensor.is_floating_point() && tensor.element_size() == 2 ? tensor.to(at::kFloat) : tensor;
+}
 
 std::function<void()> copy_back(const at::Tensor& to, const at::Tensor& from) {
   if (to.is_same(from)) return {};
+  if (to.is_floating_point() && !from.is_floating_point()) return [to, from] { from_ordered(from, to); };
   return [to, from] { to.copy_(from); };
 }
 
@@ -167,7 +172,7 @@ void MpiEngine::fill(Order& order, const Call& call) {
 
 void MpiEngine::reduce(Order& order, const Call& call) {
   const auto& tensor = call.outputs[0];
-  const auto whole = summed(tensor);
+  const auto whole = reducible(tensor, *call.reduction);
   const auto type = reduced_type(whole.scalar_type());
   const auto op = op_of(*call.reduction);
   const bool all = call.op == Operation::AllReduce, receives = all || rank_ == call.peer;
@@ -192,7 +197,7 @@ void MpiEngine::all_gather(Order& order, const at::Tensor& output, const at::Ten
 }
 
 void MpiEngine::reduce_scatter(Order& order, const at::Tensor& output, const at::Tensor& input, Op op) {
-  const auto from = summed(input);
+  const auto from = reducible(input, op);
   const bool direct = from.is_same(input) && !output.is_alias_of(input);  // MPI's buffers may not overlap
   const auto to = direct ? output : at::empty(output.sizes(), from.options());
   const auto type = reduced_type(from.scalar_type());
