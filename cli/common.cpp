@@ -16,6 +16,7 @@
 #include "tessera/core/file_type.h"
 #include "tessera/core/log.h"
 #include "tessera/core/system_reason.h"
+#include "tessera/kernels/fp32_products.h"
 #include "tessera/launch/local.h"
 #include "tessera/pipeline/schedules/timed.h"
 #include "tessera/train/pipeline_layout.h"
@@ -34,6 +35,7 @@ int world_size(int nproc) {
 at::Device device_for(const std::string& wanted, int nproc, const std::string& key) {
   const auto environment = comm::read_environment();
   const LocalRank first = environment.launched ? LocalRank{environment.local_rank, environment.local_size} : LocalRank{.rank = 0, .ranks = nproc};
+  (void)kernels::cpu_products();  // or a refusal, before anything is read or said
   return resolve_device(wanted, first, key);
 }
 

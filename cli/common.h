@@ -17,7 +17,7 @@ namespace tessera::cli {
 int world_size(int nproc);
 
 /// What `wanted`, a value of run.device, means to this process, or, where it is about to start copies of itself, to the first of them. Throws ConfigError where
-/// it, or one of them, would not find its device; it names `key`.
+/// it, or one of them, would not find its device; it names `key`. Throws it as well where TESSERA_CPU_PRODUCTS asks for what this machine has not.
 at::Device device_for(const std::string& wanted, int nproc, const std::string& key = "run.device");
 
 /// Starts `nproc` copies of this very command on this machine, with `more` arguments at the end and `variables` set, and returns the exit code of the whole.

@@ -52,7 +52,8 @@ PlanRequest::PlanRequest(const PlanFlags& flags) : flags_(flags) {
   // A file is planned for this machine, as train would run it, or for the device that is named; a preset, which no CPU trains, and another framework's step,
   // for one that multiplies what it names.
   if (!is_there(flags.what) || framework_ || (device_ && !is_its_own_host(*device_))) accelerator_.emplace();
-  if (!is_there(flags.what) || framework_ || (device_ && device_->flops_per_s.contains("bf16"))) accelerated_.emplace(/*native=*/true);
+  const bool multiplies = !is_there(flags.what) || framework_ || (device_ && device_->flops_per_s.contains("bf16"));
+  if (multiplies || (device_ && !is_its_own_host(*device_))) accelerated_.emplace(/*native=*/multiplies);
 }
 
 plan::Preset PlanRequest::read(const std::vector<std::string>& asked, int world) const {

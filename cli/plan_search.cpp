@@ -71,6 +71,15 @@ void forget_layout(Config& config, const std::vector<std::string>& sets, const s
   }
 }
 
+/// Of what the file, or --set, says of a layout, what has to be said otherwise for `config`, as --set takes it.
+std::vector<std::string> to_unsay(const Config& given, const Config& config) {
+  std::vector<std::string> sets;
+  for (const std::string& key : keys_that_differ(given, config)) {
+    if (const auto value = detail::value_text(config, key)) sets.push_back(key + "=" + *value);
+  }
+  return sets;
+}
+
 /// Powers of two up to the largest, and that.
 std::vector<int64_t> batches_up_to(int64_t largest) {
   std::vector<int64_t> sizes;
@@ -94,8 +103,9 @@ void draw_search(const plan::LayoutSearch& found, const Config& winner, const Pl
   request.flags().pictures.write({.config = winner, .run = run, .device = &*request.device(), .search = &found, .json = std::move(json)});
 }
 
-/// `asked` is the configuration as it was given. Exit code 0 where something fits, else 1: a script asks for a layout and needs to know.
-int say_search(const Config& config, const Config& asked, const PlanRequest& request) {
+/// `asked` is the configuration as it was given, of which `beside` are to be told otherwise. Exit code 0 where something fits, else 1: a script asks for a
+/// layout and needs to know.
+int say_search(const Config& config, const Config& asked, const std::vector<std::string>& beside, const PlanRequest& request) {
   const PlanFlags& flags = request.flags();
   const plan::Machine machine = request.machine_of(config).value();
   const auto found = [&] {
@@ -103,6 +113,7 @@ int say_search(const Config& config, const Config& asked, const PlanRequest& req
     plan::SearchOptions options{.micro_size = asked.batch.micro_size,
                                 .driven = request.machine_of_each(),
                                 .allocator = request.allocator_of(config).has_value(),
+                                .beside = beside,
                                 .progress = [&](const std::string& text) { line.say(text); }};
     if (flags.max_batch) options.batches = batches_up_to(*flags.max_batch);
     if (flags.patience) options.patience = std::chrono::seconds(*flags.patience);
@@ -110,7 +121,7 @@ int say_search(const Config& config, const Config& asked, const PlanRequest& req
   }();
   const plan::Tried* best = found.best();
   std::string text = flags.json ? json_text(plan::to_json(found), 2) + "\n" : plan::to_string(found);
-  if (best != nullptr && !flags.json) text += "\n" + plan::flags_of(plan::settings_of(best->choice, found.world)) + "\n";
+  if (best != nullptr && !flags.json) text += "\n" + plan::flags_of(plan::settings_of(best->choice, found.world, beside)) + "\n";
   if (best != nullptr && !flags.output.empty()) {
     Config winner = plan::with_settings(config, plan::settings_of(best->choice, found.world));
     winner.run = asked.run;  // without the device's limit
@@ -127,7 +138,7 @@ int say_search(const Config& config, const Config& asked, const PlanRequest& req
 }
 
 /// Of the layout at the knee, or of the last that does, a picture; text or JSON of all.
-void say_scaling(const Config& config, const PlanRequest& request) {
+void say_scaling(const Config& config, const std::vector<std::string>& beside, const PlanRequest& request) {
   const PlanFlags& flags = request.flags();
   const plan::Scaling scaling = [&] {
     ProgressLine line;
@@ -135,6 +146,7 @@ void say_scaling(const Config& config, const PlanRequest& request) {
                                 {.world = request.world_or_8(),
                                  .allocator = request.allocator_of(config).has_value(),
                                  .driven = request.machine_of_each(),
+                                 .beside = beside,
                                  .progress = [&](const std::string& text) { line.say(text); }});
   }();
   if (!flags.svg.empty()) write_text_file("--svg " + flags.svg, flags.svg, plan::svg_of(plan::curves_of(scaling)));
@@ -224,21 +236,24 @@ int search_layouts_of(Config config, const PlanRequest& request) {
   const Config asked = config;
   forget_layout(config, flags.sets, "--search");
   size_steps(flags, config);
+  const std::vector<std::string> beside = to_unsay(asked, config);
   request.settle(config, 1, precision::Saying::Aloud, flags.world);
-  return say_search(config, asked, request);
+  return say_search(config, asked, beside, request);
 }
 
 void draw_curve_of(Config config, const PlanRequest& request) {
   const PlanFlags& flags = request.flags();
+  const Config asked = config;
   forget_layout(config, flags.sets, "--curve");
   if (flags.curve != "ranks") {  // each point has a step of its own
     config.batch.per_rank = 0;
     config.batch.global_size = 1;
   }
   size_steps(flags, config);
+  const std::vector<std::string> beside = to_unsay(asked, config);
   request.settle(config, 1, precision::Saying::Aloud, request.world_or_8());
   if (flags.curve == "ranks") {
-    say_scaling(config, request);
+    say_scaling(config, beside, request);
   } else {
     say_curves(config, request);
   }

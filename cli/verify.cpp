@@ -7,6 +7,7 @@
 
 #include "cli/commands.h"
 #include "tessera/core/json_text.h"
+#include "tessera/kernels/fp32_products.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/train/inputs.h"
 
@@ -24,6 +25,7 @@ struct VerifyFlags {
 
 int run_verify(const VerifyFlags& flags) {
   Config config = read_config(flags.file, flags.sets);
+  (void)kernels::cpu_products();  // or a refusal
   const MeshConfig mesh = parse_mesh(flags.mesh, config.mesh);
   precision::settle_compute(config, verify_device(config, mesh));
   const VerifyReport report = verify(config, mesh, {.steps = flags.steps});

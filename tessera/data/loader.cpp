@@ -139,7 +139,8 @@ std::vector<int64_t> dry_documents(const LoaderOptions& options) {
   }
   std::vector<int64_t> shorter;
   for (int64_t window = 0; window < options.micro_size; ++window) {
-    for (int64_t i = 0; i < documents; ++i) shorter.push_back(chunk(options.seq_len, static_cast<int>(documents), static_cast<int>(i)).second);
+    shorter.insert(shorter.end(), static_cast<size_t>(documents), options.seq_len / documents);
+    if (const int64_t rest = options.seq_len % documents; rest > 0) shorter.push_back(rest);
   }
   shorter.front() = std::max<int64_t>(1, shorter.front() - beyond);
   return shorter;

@@ -71,7 +71,7 @@ struct LoaderOptions {
   Reads reads{};            ///< of this rank
   ColumnShare columns{};    ///< of each row, where others of the same data rank read the rest (context parallelism)
   bool packed = false;      ///< windows hold documents; for dry_batch, which has no corpus to tell
-  /// And how many: 1, which takes most memory; more show what shorter ones take at least.
+  /// And how many of one length, and one of the rest: 1 shows what takes most memory, but under a window that slides; more, what shorter ones take.
   int64_t dry_documents = 1;
 };
 

@@ -99,6 +99,8 @@ bool multiplies_bf16(c10::Device device) {
   return multiplies == nullptr || multiplies(device.index());
 }
 
+bool is_planned(c10::Device device) { return device.is_meta() && *native != 0; }
+
 Bf16ProductsGuard::Bf16ProductsGuard(bool native_products) : former_(std::exchange(*native, native_products ? 1 : -1)) {}
 Bf16ProductsGuard::~Bf16ProductsGuard() { *native = former_; }
 

@@ -30,6 +30,9 @@ const CpuFormats& cpu_formats();
 /// Whether `device` multiplies bf16: a CPU, and meta, as cpu_formats() or this thread's guard says, a CUDA device from sm80 on.
 bool multiplies_bf16(c10::Device device);
 
+/// Whether `device` is meta and this thread's guard says what it multiplies: a plan's device, of which this machine's CPU says nothing.
+bool is_planned(c10::Device device);
+
 /// Sets for this thread whether the CPU, or the device that a dry run stands for, multiplies bf16, and restores the former answer when destroyed. A backward
 /// pass follows the forward that recorded it.
 class Bf16ProductsGuard {

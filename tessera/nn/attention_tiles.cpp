@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "tessera/core/error.h"
+#include "tessera/nn/dry_documents.h"
 
 // What attention sees is a staircase of blocks wherever columns come in runs: packed documents, parts of a sequence, keys of an earlier call. Fused kernels
 // know two forms, everything and a triangle that begins at the first key; a list of these says the same as a mask and takes memory for the list alone.
@@ -147,7 +148,7 @@ std::vector<AttentionTile> attention_tiles(const AttentionColumns& queries, cons
       }
     }
   }
-  return reach.window > 0 ? together(tiles) : tiles;
+  return reach.window > 0 && !DryDocuments::are_apart() ? together(tiles) : tiles;
 }
 
 bool within_reach(const AttentionColumns& queries, const AttentionColumns& keys, const AttentionReach& reach) {

@@ -9,11 +9,19 @@ namespace tessera::nn {
 namespace {
 
 const Ambient<std::vector<int64_t>> lengths_now;
+const Ambient<bool> apart_now;
 
 }  // namespace
 
-DryDocuments::DryDocuments(std::vector<int64_t> lengths) : before_(std::exchange(*lengths_now, std::move(lengths))) {}
-DryDocuments::~DryDocuments() { *lengths_now = std::move(before_); }
+DryDocuments::DryDocuments(std::vector<int64_t> lengths, bool apart)
+    : before_(std::exchange(*lengths_now, std::move(lengths))), before_apart_(std::exchange(*apart_now, apart)) {}
+
+DryDocuments::~DryDocuments() {
+  *lengths_now = std::move(before_);
+  *apart_now = before_apart_;
+}
+
+bool DryDocuments::are_apart() { return *apart_now; }
 
 std::vector<int64_t> DryDocuments::ids(int64_t rows, int64_t size) {
   const std::vector<int64_t>& lengths = *lengths_now;

@@ -19,7 +19,7 @@ bool is_backward(const Action& action) { return action.kind == Kind::Backward ||
 std::vector<Action> computations(const Schedule& schedule, int rank) {
   std::vector<Action> found;
   for (const Action& action : schedule.actions[static_cast<size_t>(rank)]) {
-    if (!action.computes() && action.kind != Kind::Update) continue;
+    if (!action.occupies()) continue;
     for (const Action& part : schedules::parts(action)) found.push_back(part);
   }
   return found;

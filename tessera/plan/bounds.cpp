@@ -1,6 +1,8 @@
 #include "tessera/plan/bounds.h"
 
 #include <algorithm>
+#include <limits>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -34,7 +36,16 @@ Unknowns unknowns_of(const Config& config, int world) {
   return {.documents = documents, .routers = dealt && ((config.mesh.ep > 1 && (!experts_have_alike(config.model) || documents)) || dropped)};
 }
 
-double without_length(double whole, double parts) { return parts - (whole - parts) / (kShortDocuments - 1); }
+double without_length(double whole, double parts, double ratio) { return parts - (whole - parts) / (ratio - 1); }
+
+DocumentLine document_line(const Config& config) {
+  if (documents_that_fill(config) == 1) return {};
+  const int64_t columns = config.data.seq_len, window = config.model.sliding_window, few = (columns + window - 1) / window;
+  DocumentLine line{.few = few, .many = std::min(columns, kShortDocuments * few), .apart = true};
+  line.ratio = static_cast<double>(columns / line.few) / static_cast<double>(columns / line.many);
+  if (line.ratio <= 1) line.ratio = std::numeric_limits<double>::infinity();  // of one column each
+  return line;
+}
 
 std::optional<Bounds> find_bounds(const Config& config, const DryRun& run, const DryRunOptions& options) {
   const Unknowns unknown = unknowns_of(config, run.world);
@@ -56,9 +67,15 @@ std::optional<Bounds> find_bounds(const Config& config, const DryRun& run, const
   }
   if (unknown.documents) {
     // Beside documents a rank may have padding alone, of which experts on other ranks get nothing, whatever the router.
-    const DryRun parts = with(kShortDocuments, config.model.experts > 0 ? experts::DryLoad::Fewest : experts::DryLoad::Even);
+    const auto routed = config.model.experts > 0 ? experts::DryLoad::Fewest : experts::DryLoad::Even;
+    const DocumentLine line = document_line(config);
+    each.documents_apart = line.apart;
+    const Memory whole = line.few > 1 ? memory_of(with(line.few, routed)) : lowest;
+    DryRun parts = with(line.many, routed);
     const Memory cut = memory_of(parts);
-    lowest = {std::min(lowest.peak, without_length(lowest.peak, cut.peak)), std::min(lowest.needed, without_length(lowest.needed, cut.needed))};
+    lowest = {std::min(lowest.peak, without_length(whole.peak, cut.peak, line.ratio)),
+              std::min(lowest.needed, without_length(whole.needed, cut.needed, line.ratio))};
+    if (std::exchange(each.documents_apart, false) && parts.time) parts = with(kShortDocuments, routed);  // a kernel for each would take longer
     if (parts.time) seconds = std::min(*seconds, std::max(0.0, without_length(*seconds, parts.time->seconds)));
   }
   bounds.lowest_seconds = seconds;

@@ -30,11 +30,20 @@ struct Bounds {
 /// Of documents a window is cut into so many for a plan that is to say what shorter ones take.
 constexpr int64_t kShortDocuments = 8;
 
-/// What a figure comes to where documents have no length, of what it is with whole windows and with kShortDocuments in each. Memory is the largest of sums that
+/// What a figure comes to where documents have no length, of what it is with long ones and with some `ratio` times shorter. Memory is the largest of sums that
 /// grow linearly with the length, a convex function, and what a line through two of its points says before both of them is never above it.
-double without_length(double whole, double parts);
+double without_length(double whole, double parts, double ratio = kShortDocuments);
 
-/// None where nothing is unknown. Costs up to three dry runs beside `run`, which is that of `config`.
+/// Between which plans that line is drawn: of whole windows and kShortDocuments in each, or, where a sliding window cuts long ones, of documents within it, and
+/// none of one length, of which attention takes no two together.
+struct DocumentLine {
+  int64_t few = 1, many = kShortDocuments;  ///< DryRunOptions::documents
+  bool apart = false;                       ///< DryRunOptions::documents_apart
+  double ratio = kShortDocuments;
+};
+DocumentLine document_line(const Config& config);
+
+/// None where nothing is unknown. Costs up to three dry runs, and two more under a sliding window, beside `run`, which is that of `config`.
 std::optional<Bounds> find_bounds(const Config& config, const DryRun& run, const DryRunOptions& options);
 
 nlohmann::json to_json(const Bounds& bounds);

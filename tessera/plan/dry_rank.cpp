@@ -272,7 +272,7 @@ RankRun run_rank(const DryPlan& dry, int rank, const std::vector<int>& alike, co
   if (options.largest) watch.emplace(memory, stepper.run());
   data::LoaderOptions loader = loader_options(config, mesh);
   loader.dry_documents = options.documents;
-  const nn::DryDocuments documents(loader.packed ? data::dry_documents(loader) : std::vector<int64_t>());
+  const nn::DryDocuments documents(loader.packed ? data::dry_documents(loader) : std::vector<int64_t>(), options.documents_apart);
   const experts::DryRoutingScope routing(dry_routing(config, options.routed, mesh, loader));
   progress.steps = kDrySteps;
   RankClass known;

@@ -73,7 +73,36 @@ RankClass moved(RankClass ranks, int to, const PipelinePlan& pipeline) {
   return ranks;
 }
 
+/// Where `other` needs more of its device, its memory in place of this run's. Of ranks that other documents sort into other classes, each class is held against
+/// the one that needs most.
+void take_larger(DryRun& run, const DryRun& other) {
+  const bool alike = run.ranks.size() == other.ranks.size() && std::ranges::equal(run.ranks, other.ranks, {}, &RankClass::examples, &RankClass::examples);
+  for (size_t i = 0; i < run.ranks.size(); ++i) {
+    RankClass& ranks = run.ranks[i];
+    const RankClass& more = alike ? other.ranks[i] : largest_class(other);
+    if (needed_bytes(more) <= needed_bytes(ranks) || (!alike && &ranks != &largest_class(run))) continue;
+    ranks.peak_bytes = more.peak_bytes, ranks.reserved_bytes = more.reserved_bytes, ranks.host_bytes = more.host_bytes;
+    ranks.largest = more.largest, ranks.history = more.history;
+  }
+}
+
 }  // namespace
+
+int64_t documents_that_fill(const Config& config) {
+  const int64_t columns = config.data.seq_len, window = config.model.sliding_window;
+  if (config.data.documents == "none" || window == 0 || window >= columns) return 1;
+  const int64_t fewest = (columns + window - 1) / window;
+  // Roughly: what a kernel takes for the gradients of a row, and for its blocks of 32 queries by 512 keys.
+  const int64_t row_bytes = 16 * config.model.dim / config.mesh.tp;
+  int64_t best = fewest, most = 0;
+  for (int64_t count = fewest; count <= columns; ++count) {
+    // Behind a rest those of the next window of a micro-batch begin at another distance, and are rows of another call.
+    const int64_t together = columns % count == 0 ? config.batch.micro_size * columns : columns - columns % count, length = columns / count;
+    const int64_t bytes = together * row_bytes + 8 * std::min<int64_t>(32, length) * std::min<int64_t>(512, length);
+    if (bytes > most) most = bytes, best = count;
+  }
+  return best;
+}
 
 bool DryRun::fits() const { return memory_limit == 0 || needed_bytes(largest_class(*this)) <= memory_limit; }
 
@@ -179,6 +208,11 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
     validate(runnable, world, Purpose::Train);
   } catch (const ConfigError& e) {
     run.remarks.emplace_back(e.what());
+  }
+  if (const int64_t filling = options.documents == 1 && !options.documents_apart ? documents_that_fill(config) : 1; filling > 1) {
+    DryRunOptions equal = options;
+    equal.documents = filling;
+    take_larger(run, dry_run(asked, world, equal));
   }
   return run;
 }

@@ -103,7 +103,10 @@ struct DryRunOptions {
       false;  ///< of the ranks between the first and the last of a pipeline that hold as much, the one that keeps most micro-batches stands for all
   bool share_traces = true;       ///< of those that do the same, one is run, and what the others do is told from it: no number differs
   int exact_ranks = kExactRanks;  ///< in worlds of so many ranks, those that hold a row more or less are told apart (rank_classes.h); 0: in none
-  int64_t documents = 1;          ///< of each packed window; attention takes least memory where they are short, and 1, the whole window, is most
+  /// Of each packed window: attention takes least memory where they are short. 1: the whole window, or, where a sliding window makes as many tiles of equal
+  /// shorter ones, which attention takes together (documents_that_fill), each rank's memory is that of whichever needs more.
+  int64_t documents = 1;
+  bool documents_apart = false;                                    ///< attention takes no two of them together: they are all of different lengths
   experts::DryLoad routed = experts::DryLoad::Even;                ///< what routers send to experts that are dealt over ranks
   bool rehearse = true;                                            ///< of micro-batches that do the same, some are run (rehearsal.h); false: all
   std::function<Config(const Config& config, int rank)> told{};    ///< what a rank is told otherwise, of which a plan says whether the others would wait for it
@@ -118,6 +121,10 @@ struct DryRunOptions {
 /// Cost: milliseconds a layer, micro-batch and class, and some 100 ns a rank of the world; no memory to speak of.
 /// run.memory_limit_bytes refuses nothing here: what a run needs is asked, not whether it gets it.
 DryRun dry_run(const Config& config, int world, const DryRunOptions& options = {});
+
+/// How many documents of one length, no longer than the window that slides over them, leave fewest columns of a packed window: attention takes tiles of one
+/// size together, so they need most at once. 1: nothing slides, or no documents are packed.
+int64_t documents_that_fill(const Config& config);
 
 /// What the rank needs of its device at the most: what its allocator reserves where that was asked for, else the tensors alive.
 int64_t needed_bytes(const RankClass& ranks);

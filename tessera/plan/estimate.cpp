@@ -206,9 +206,10 @@ Estimator::Traffic Estimator::traffic_of(const LayoutChoice& choice, const Work&
 
   const double heads = static_cast<double>(model.kv_heads.value_or(model.heads));
   return {.tensor = choice.tp == 1 ? 0 : reductions * one,
-          .experts = choice.ep == 1 ? 0
-                                    : kExchangesOfExperts * m * work.layers / choice.pp *
-                                          exchange_of(work.stream * static_cast<double>(model.experts_per_token) / choice.ep, choice.ep, choice.tp),
+          .experts = parts == 1 ? 0
+                                : kExchangesOfExperts * m * work.layers / choice.pp *
+                                      exchange_of(work.stream * static_cast<double>(model.experts_per_token) / choice.ep, parts,
+                                                  choice.expert_tp > 1 ? 1 : choice.tp),  // each part of an expert takes its tokens
           .ring = choice.cp == 1 ? 0
                                  : kTensorsOfRing * work.passes * work.stream * heads / static_cast<double>(model.heads) / choice.tp * (choice.cp - 1) /
                                        link_of(choice.cp, choice.tp).bandwidth,

@@ -40,7 +40,7 @@ class Estimator {
   double update_of(const LayoutChoice& choice, const Memory& memory) const;
   LinkRates link_of(double ranks, double stride) const;
   double exchange_of(double bytes, double ranks, double stride) const;
-  double parts_of_experts(const LayoutChoice& choice) const { return choice.ep * config_.mesh.expert_tp; }
+  static double parts_of_experts(const LayoutChoice& choice) { return choice.ep * choice.expert_tp; }
 
   Config config_;
   int world_;

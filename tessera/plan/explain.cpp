@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string_view>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "tessera/config/optim_groups.h"
+#include "tessera/config/patterns.h"
 #include "tessera/core/columns.h"
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
@@ -13,6 +16,7 @@
 #include "tessera/models/flops.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/settings.h"
+#include "tessera/precision/compute_format.h"
 #include "tessera/precision/policy.h"
 
 // States are arithmetic: so many bytes of each parameter, by number formats. Activations are not known by arithmetic but seen: dry runs of two depths and two
@@ -58,8 +62,29 @@ Seen seen_of(const Config& config, const Sets& sets = {}) {
   return {most_of(events, MemoryCategory::Activations), most_of(events, MemoryCategory::Outputs)};
 }
 
+/// Of the layers that a pattern names by their numbers ("layers.5.attention.*", "layers.1*") the last; -1: none does.
+int64_t last_named_layer(const Config& config) {
+  std::vector<std::string> patterns = config.lora.trained;
+  for (const std::string* list : {&config.lora.modules, &config.quantize.modules, &config.recompute.modules}) {
+    const auto some = patterns_in(*list);
+    patterns.insert(patterns.end(), some.begin(), some.end());
+  }
+  for (const OptimGroup& group : optim_groups(config.optim)) patterns.push_back(group.pattern);
+  int64_t last = -1;
+  for (const std::string& pattern : patterns) {
+    for (const std::string_view part : components_of(pattern)) {
+      if (part.find_first_not_of('*') == std::string_view::npos) continue;
+      for (int64_t layer = config.model.layers; --layer > last;) {
+        if (component_matches(part, std::to_string(layer))) last = layer;
+      }
+    }
+  }
+  return last;
+}
+
 KeptActivations activations_of(const Config& one) {
-  constexpr int64_t kFew = 3, kMore = 5;  // the peak of a shallower model may lie elsewhere
+  // The peak of a shallower model may lie elsewhere. Layers of which something is said are there in both, before one as all others are, and count as outside.
+  const int64_t few_layers = std::max<int64_t>(3, last_named_layer(one) + 2), more_layers = few_layers + 2;
   using Part = KeptActivations::Part;
   const int64_t batch = one.batch.micro_size;
   const auto tokens = static_cast<double>(batch * one.data.seq_len);
@@ -68,10 +93,11 @@ KeptActivations activations_of(const Config& one) {
     return static_cast<double>(seen_of(one, {"model.layers=" + std::to_string(layers), "batch.micro_size=" + size, "batch.global_size=" + size}).activations);
   };
   const auto part = [&](double once, double twice) { return Part{.token = (twice - once) / tokens, .fixed = 2 * once - twice}; };
-  const Part few = part(at(kFew, 1), at(kFew, 2)), more = part(at(kMore, 1), at(kMore, 2));
+  const Part few = part(at(few_layers, 1), at(few_layers, 2)), more = part(at(more_layers, 1), at(more_layers, 2));
   const Seen whole = seen_of(one);
-  KeptActivations kept{.of_layer = {(more.token - few.token) / (kMore - kFew), (more.fixed - few.fixed) / (kMore - kFew)}};
-  kept.outside = {few.token - kFew * kept.of_layer.token, few.fixed - kFew * kept.of_layer.fixed};
+  const auto between = static_cast<double>(more_layers - few_layers), first = static_cast<double>(few_layers);
+  KeptActivations kept{.of_layer = {(more.token - few.token) / between, (more.fixed - few.fixed) / between}};
+  kept.outside = {few.token - first * kept.of_layer.token, few.fixed - first * kept.of_layer.fixed};
   kept.outputs = static_cast<double>(whole.outputs) / tokens;
   kept.seen = whole.activations, kept.seen_outputs = whole.outputs, kept.seen_tokens = static_cast<int64_t>(tokens);
   return kept;
@@ -173,7 +199,8 @@ std::string verdict_text(const Explanation& explanation) {
 }  // namespace
 
 Explanation explain(const Config& config, double parameters, int ranks, const std::optional<DeviceAllocator>& allocator) {
-  const Config one = alone(config);
+  Config one = alone(config);
+  precision::settle_compute(one, at::kMeta, precision::Saying::Silent);  // of a caller who has not
   Explanation explanation{.parameters = parameters, .counted = num_parameters(config.model), .layers = config.model.layers};
   if (parameters <= 0) explanation.parameters = static_cast<double>(explanation.counted);
   explanation.trained = trained_share(one);

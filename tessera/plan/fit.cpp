@@ -127,7 +127,8 @@ std::vector<Choice> pipelines(const Config& config, int world) {
 }
 
 Setting tried(const DryRun& run, Sets sets) {
-  Setting setting{.sets = std::move(sets), .peak = largest_class(run).peak_bytes, .needed = needed_bytes(largest_class(run))};
+  const RankClass& largest = largest_class(run);
+  Setting setting{.sets = std::move(sets), .peak = largest.peak_bytes, .needed = needed_bytes(largest), .parameters = largest.parameters};
   for (const auto& ranks : run.ranks) {
     const auto count = static_cast<double>(ranks.count);
     setting.flops += count * ranks.hardware_flops;
@@ -163,9 +164,11 @@ std::vector<Sets> cheaper_settings(const Config& config, int world) {
   return sets;
 }
 
-FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience, const std::optional<DeviceAllocator>& allocator) {
+FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience, const std::optional<DeviceAllocator>& allocator,
+                   int64_t seen) {
   const auto until = std::chrono::steady_clock::now() + patience;
-  FitSearch search{.now = tried(dry_run(config, world, {.allocator = allocator}), {})};
+  FitSearch search{.now = tried(dry_run(config, world, {.allocator = allocator}), {}), .limit = limit};
+  if (seen > limit && search.now.needed <= limit) search.beyond = seen - search.now.needed, search.limit -= search.beyond;
   if (config.batch.micro_size > 1) search.bound_to_micro_size = bound_to_micro_size(config);
   for (auto& sets : cheaper_settings(config, world)) {
     if (std::chrono::steady_clock::now() > until) {
@@ -180,7 +183,7 @@ FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::
     } catch (const ConfigError&) {
       continue;  // these settings do not go together
     }
-    search.fits = search.tried.back().needed <= limit;
+    search.fits = search.tried.back().needed <= search.limit;
     if (search.fits) break;
   }
   return search;

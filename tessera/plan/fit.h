@@ -17,6 +17,7 @@ struct Setting {
   std::vector<std::string> sets;  ///< as `--set` takes them; none: nothing changed
   MemoryByCategory peak{};        ///< of the ranks that need most
   int64_t needed = 0;             ///< of their device, in bytes (needed_bytes)
+  int64_t parameters = 0;         ///< elements that they hold
   double flops = 0;               ///< of matrix products, all ranks, with what is computed again
   double sent_bytes = 0;          ///< all ranks
 };
@@ -27,6 +28,8 @@ struct FitSearch {
   std::vector<Setting> tried{};  ///< in this order
   bool fits = false;             ///< the last one tried does
   bool complete = true;          ///< false: patience ended first
+  int64_t limit = 0;             ///< that a setting's dry run had to keep to
+  int64_t beyond = 0;            ///< bytes that a run took beyond its plan, which would fit: `limit` leaves as many free
   /// Settings with which a smaller batch.micro_size would be another training run, so that none was tried; empty where there are none.
   std::string bound_to_micro_size{};
 
@@ -45,7 +48,9 @@ constexpr std::chrono::seconds kFitPatience{20};
 
 /// Tries them by dry run, up to the first that needs `limit` bytes at most, of `allocator` where there is one. Settings that the configuration's rules refuse
 /// are passed over. Cost: a dry run each; after `patience` no further one is begun.
+/// `seen`: what a run of `config` needed, at the least, and did not get. Where its dry run fits, others count as if they needed as much more than theirs, so
+/// that one that frees nothing is none that fits.
 FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::seconds patience = kFitPatience,
-                   const std::optional<DeviceAllocator>& allocator = std::nullopt);
+                   const std::optional<DeviceAllocator>& allocator = std::nullopt, int64_t seen = 0);
 
 }  // namespace tessera::plan

@@ -14,7 +14,7 @@ namespace tessera::plan {
 struct LayoutChoice {
   int tp = 1, pp = 1, cp = 1, ep = 1;
   int stage = 0;           ///< zero.stage
-  int shard = 1;           ///< data ranks that the state is cut over; the rest hold copies
+  int shard = 1;           ///< data ranks that the state is cut over, beside those of cp; the rest hold copies
   int64_t batch = 1;       ///< batch.global_size
   int64_t micro_size = 1;  ///< sequences of a forward pass
   std::string recompute = "none";
@@ -22,6 +22,8 @@ struct LayoutChoice {
   int chunks = 1;                 ///< of a stage
   bool offload = false;           ///< state on the host, where zero.stage = 3
   bool host_optimizer = false;    ///< of the state, the optimizer's alone
+  int expert_tp = 1;
+  bool sequence_parallel = true;  ///< where tp > 1
 
   auto operator<=>(const LayoutChoice&) const = default;
 
@@ -30,8 +32,8 @@ struct LayoutChoice {
   int64_t micro_batches(int world) const { return (batch / micro_size + data_ranks(world) - 1) / data_ranks(world); }
 };
 
-/// As --set takes it.
-std::vector<std::string> settings_of(const LayoutChoice& choice, int world);
+/// As --set takes it. `beside`: sets of keys that no choice is of, which hold of every one; of a key that the choice says, it counts.
+std::vector<std::string> settings_of(const LayoutChoice& choice, int world, const std::vector<std::string>& beside = {});
 
 /// "tp 2, pp 4, dp 8 (zero 1), micro 2, recompute selective".
 std::string to_string(const LayoutChoice& choice, int world);

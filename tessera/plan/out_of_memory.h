@@ -18,15 +18,17 @@ struct OutOfMemory {
 
 /// What to tell of it.
 struct OutOfMemoryReport {
-  std::string sentence;  ///< one line: rank, what was asked for, what was in use, and the cheapest setting that would fit
-  std::string tables;    ///< by category and the largest tensors, as they were; the prediction by formula and by dry run; the settings tried
+  /// One line: rank, what was asked for, what was in use, what the run took beyond a plan that fits, and the cheapest setting that would fit.
+  std::string sentence;
+  std::string tables;  ///< by category and the largest tensors, as they were; the prediction by formula and by dry run; the settings tried
 };
 
 /// Explains it by dry runs of the same step (find_fit). `config` is the run's; its threads are those of this rank.
 OutOfMemoryReport explain(const Config& config, const OutOfMemory& failure);
 
-/// "1.00 M parameters x (4 weight + 4 gradient + 4 optimizer) bytes = 11.4 MiB a rank ..." (docs/memory.md).
-std::string formula_text(const Config& config, int world);
+/// What a rank of `world` keeps from step to step by formula (docs/memory.md), which holds `held` elements (RankClass::parameters): mesh.tp, mesh.pp and
+/// experts over ranks leave it a part of the model's.
+std::string formula_text(const Config& config, int world, int64_t held);
 
 /// The settings tried, one a line, with their peak, and FLOPs and bytes sent beside what they are now; at last the one to take.
 std::string settings_text(const FitSearch& search);

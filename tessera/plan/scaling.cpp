@@ -51,7 +51,7 @@ void check_curve_world(int world) { require(world >= 2, "--world = ", world, ": 
 
 Scaling strong_scaling(const Config& config, const Machine& machine, const ScalingOptions& options) {
   check_curve_world(options.world);
-  Scaling scaling{.sequences = config.batch.global_size, .seq_len = config.data.seq_len};
+  Scaling scaling{.sequences = config.batch.global_size, .seq_len = config.data.seq_len, .beside = options.beside};
   std::vector<int> ranks;
   for (int count = options.world; count >= 1; count /= 2) ranks.push_back(count);
   std::ranges::reverse(ranks);
@@ -139,7 +139,7 @@ nlohmann::json to_json(const Scaling& scaling) {
     nlohmann::json one{{"ranks", point.ranks}};
     for (const auto& [name, tried] : {std::pair("whole", &point.whole), std::pair("cut", &point.cut)}) {
       if (!*tried) continue;
-      one[name] = {{"layout", layout_of(**tried, point.ranks)}, {"set", settings_of((*tried)->choice, point.ranks)},
+      one[name] = {{"layout", layout_of(**tried, point.ranks)}, {"set", settings_of((*tried)->choice, point.ranks, scaling.beside)},
                    {"step_s", (*tried)->time.seconds},          {"tokens_per_second", scaling.tokens() / (*tried)->time.seconds / point.ranks},
                    {"peak_bytes", (*tried)->peak_bytes},        {"needed_bytes", (*tried)->needed_bytes}};
     }

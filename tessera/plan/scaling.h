@@ -27,6 +27,7 @@ struct Scaling {
   /// The last number of ranks up to which every doubling shortens the step by a quarter at least, of the half that it would be at best; none where the last
   /// point still does, or where nothing fits.
   std::optional<int> knee{};
+  std::vector<std::string> beside{};  ///< ScalingOptions::beside
 
   /// Of a step.
   double tokens() const { return static_cast<double>(sequences) * static_cast<double>(seq_len); }
@@ -41,6 +42,7 @@ struct ScalingOptions {
   int64_t fewest_columns = 512;                     ///< of a sequence, that a rank keeps
   bool allocator = false;                           ///< as SearchOptions has it
   std::function<Machine(Config& layout)> driven{};  ///< the same
+  std::vector<std::string> beside{};                ///< the same
   std::function<void(const std::string& text)> progress{};
 };
 

@@ -50,6 +50,7 @@ class Search {
       : config_(config), world_(world), machine_(machine), options_(options), estimate_(config, world, machine), until_(until) {
     found_.world = world;
     found_.limit = config.run.memory_limit_bytes;
+    found_.beside = options.beside;
   }
 
   LayoutSearch run() {
@@ -323,13 +324,24 @@ class Search {
     }
   }
 
+  /// What refuses most layouts.
+  std::string refusal() const {
+    std::map<std::string, size_t> counts;
+    for (const auto& [choice, reason] : refused_) ++counts[reason];
+    const auto most = std::ranges::max_element(counts, {}, [](const auto& counted) { return counted.second; });
+    return most == counts.end() ? "" : most->first;
+  }
+
   void finish() {
+    found_.refused = static_cast<size_t>(std::ranges::count_if(refused_, [](const auto& refused) { return !refused.first.host_optimizer; }));
+    found_.refusal = refusal();
+    const bool is_for_want_of_memory = !tried_.empty() || found_.too_large > 0 || refused_.empty();
     for (const auto& [choice, tried] : tried_) found_.ranked.push_back(tried);
     std::ranges::stable_sort(found_.ranked, is_better);
     if (const Tried* best = found_.best()) {
       explain(*best);
       observe(*best);
-    } else if (options_.on_the_host && (found_.complete || !found_.ranked.empty())) {
+    } else if (options_.on_the_host && is_for_want_of_memory && (found_.complete || !found_.ranked.empty())) {
       look_for_a_world();
     }
     found_.seconds = elapsed();
@@ -358,7 +370,7 @@ nlohmann::json to_json(const LayoutSearch& search) {
   nlohmann::json layouts = nlohmann::json::array(), losing = nlohmann::json::array();
   for (const Tried& tried : search.ranked) {
     layouts.push_back({{"layout", to_string(tried.choice, search.world)},
-                       {"set", settings_of(tried.choice, search.world)},
+                       {"set", settings_of(tried.choice, search.world, search.beside)},
                        {"peak_bytes", tried.peak_bytes},
                        {"needed_bytes", tried.needed_bytes},
                        {"fits", tried.fits},
@@ -367,11 +379,10 @@ nlohmann::json to_json(const LayoutSearch& search) {
                        {"time", to_json(tried.time)}});
   }
   for (const Loses& other : search.losing) losing.push_back({{"instead", other.what}, {"reason", other.reason}});
-  nlohmann::json json{{"world", search.world},         {"limit", search.limit},
-                      {"possible", search.possible},   {"too_large", search.too_large},
-                      {"seconds", search.seconds},     {"complete", search.complete},
-                      {"exhausted", search.exhausted}, {"layouts", layouts},
-                      {"neighbours", losing},          {"observations", search.observations}};
+  nlohmann::json json{{"world", search.world},     {"limit", search.limit},     {"possible", search.possible},        {"too_large", search.too_large},
+                      {"refused", search.refused}, {"seconds", search.seconds}, {"complete", search.complete},        {"exhausted", search.exhausted},
+                      {"layouts", layouts},        {"neighbours", losing},      {"observations", search.observations}};
+  if (!search.refusal.empty()) json["refusal"] = search.refusal;
   if (search.smallest_world) json["smallest_world"] = *search.smallest_world;
   return json;
 }
@@ -392,10 +403,11 @@ std::string to_string(const LayoutSearch& search, size_t rows) {
   if (best == nullptr) {
     // Only where all were run, refused or too large is anything known of those that were not.
     const std::string limit = format_bytes(search.limit);
-    const bool one = !search.exhausted && search.ranked.size() == 1;
-    out += search.exhausted ? fmt::format("none fits in {} a rank", limit)
-           : one            ? "the one that was run does not fit"
-                            : fmt::format("none of the {} that were run fits in {} a rank", search.ranked.size(), limit);
+    const bool one = !search.exhausted && search.ranked.size() == 1, refused = search.ranked.empty() && search.refused > 0;
+    out += refused            ? fmt::format("{} refused, however much memory there is: {}", search.too_large > 0 ? "the others are" : "all are", search.refusal)
+           : search.exhausted ? fmt::format("none fits in {} a rank", limit)
+           : one              ? "the one that was run does not fit"
+                              : fmt::format("none of the {} that were run fits in {} a rank", search.ranked.size(), limit);
     if (!search.ranked.empty()) {
       const Tried& least = search.ranked.front();
       out += fmt::format("; {}{}, needs {}{}", one ? "" : "the least, ", to_string(least.choice, search.world), format_bytes(least.needed_bytes),
@@ -403,7 +415,7 @@ std::string to_string(const LayoutSearch& search, size_t rows) {
     }
     if (search.smallest_world) {
       out += fmt::format("; {} such devices would do", *search.smallest_world);
-    } else {
+    } else if (!refused) {
       if (search.most_ruled_out > 0) out += fmt::format("; nor does it in {} of these devices", search.most_ruled_out);
       if (search.most_looked_at > search.most_ruled_out) out += fmt::format("; nor does what was run of up to {} of these devices", search.most_looked_at);
     }

@@ -1,5 +1,6 @@
 #include "tessera/plan/settings.h"
 
+#include <algorithm>
 #include <filesystem>
 
 #include <fmt/format.h>
@@ -18,15 +19,23 @@ std::string utf8_text(const std::string& text) { return nlohmann::json::parse(js
 }  // namespace
 
 Config with_settings(const Config& config, const std::vector<std::string>& sets) {
-  Config changed = parse_config(utf8_text(to_toml(config)), std::filesystem::current_path(), sets);
+  Config settled = config;
+  settled.asked.clear();  // what it became is kept: settled anew, it would be by what meta stands for here
+  Config changed = parse_config(utf8_text(to_toml(settled)), std::filesystem::current_path(), sets);
   changed.name = config.name;
+  for (const auto& asked : config.asked) {
+    if (std::ranges::none_of(sets, [&](const std::string& set) { return set.starts_with(asked.first + "="); })) changed.asked.insert(asked);
+  }
   resolve(changed);
   return changed;
 }
 
 std::string flags_of(const std::vector<std::string>& sets) {
   std::string out;
-  for (const auto& set : sets) out += (out.empty() ? "--set " : " --set ") + set;
+  for (const auto& set : sets) {
+    const bool is_plain = set.find_first_of("\"[]{}()*?$ ") == std::string::npos;  // to a shell
+    out += (out.empty() ? "--set " : " --set ") + (is_plain ? set : "'" + set + "'");
+  }
   return out;
 }
 

@@ -21,7 +21,8 @@ schedules::StageCosts stage_costs(const RankTime& time, int stage) {
   schedules::StageCosts costs{.forward = mean_of(time, Kind::Forward, stage),
                               .backward = mean_of(time, Kind::Backward, stage),
                               .backward_input = mean_of(time, Kind::BackwardInput, stage),
-                              .backward_weight = mean_of(time, Kind::BackwardWeight, stage)};
+                              .backward_weight = mean_of(time, Kind::BackwardWeight, stage),
+                              .update = mean_of(time, Kind::Update, stage)};
   if (costs.backward == 0) costs.backward = costs.backward_input + costs.backward_weight;
   if (costs.backward_input == 0) costs.backward_input = costs.backward / 2, costs.backward_weight = costs.backward / 2;
   return costs;

@@ -19,6 +19,7 @@ namespace tessera::precision {
 namespace {
 
 constexpr const char* kKey = "precision.compute";
+constexpr const char* kPlanned = "the device that is planned for";
 
 /// A device that lacks bf16 products, and why; nothing where none does.
 struct Lack {
@@ -27,6 +28,7 @@ struct Lack {
 
 std::string reason_of(c10::Device device) {
   if (kernels::multiplies_bf16(device)) return "";
+  if (kernels::is_planned(device)) return "it has no such products";
   return device.is_cuda() ? "bf16 products begin with sm80" : kernels::cpu_formats().reason;
 }
 
@@ -43,6 +45,7 @@ std::string settle(Config& config, c10::Device device, const Lack& lack) {
   if (compute == "auto") {
     compute = multiplies ? "bf16" : "fp32";
     if (!multiplies) return detail::concat("precision.compute = auto: fp32, as ", lack.device, " does not multiply bf16 (", lack.reason, ")");
+    if (kernels::is_planned(device)) return detail::concat("precision.compute = auto: bf16, which ", kPlanned, " multiplies");
     return detail::concat("precision.compute = auto: bf16, which this ", device.is_cuda() ? "device" : "CPU", " multiplies (",
                           device.is_cuda() ? "sm80 or later" : kernels::cpu_formats().reason, ")");
   }
@@ -51,7 +54,7 @@ std::string settle(Config& config, c10::Device device, const Lack& lack) {
                         "), so operands are widened, multiplied in fp32 and rounded once; precision.compute = auto would compute in fp32 here");
 }
 
-std::string name_of(c10::Device device) { return device.is_cuda() ? "this device" : "this CPU"; }
+std::string name_of(c10::Device device) { return kernels::is_planned(device) ? kPlanned : device.is_cuda() ? "this device" : "this CPU"; }
 
 }  // namespace
 

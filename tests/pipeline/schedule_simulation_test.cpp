@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/pipeline/schedules/generators.h"
+#include "tessera/pipeline/schedules/picture.h"
 
 namespace tessera::schedules {
 namespace {
@@ -16,6 +17,19 @@ TEST(ScheduleSimulation, MessagesTakeTimeBetweenRanksOnly) {
   EXPECT_EQ(timeline[0][1].end, 13);
   const auto turn = simulate(zb_v(1, 1), costs);
   EXPECT_EQ(turn[0].back().end, 12);
+}
+
+/// An update holds up what its stage does next, and the neighbours that wait for that.
+TEST(ScheduleSimulation, UpdatesInTheMidstTakeTime) {
+  const StageCosts cost{.forward = 1, .backward = 2, .update = 0.5};
+  const auto schedule = pipedream(1, 3);  // F0 B0 U0 F1 B1 U1 F2 B2 U2
+  const auto timeline = simulate(schedule, {.stages = {cost}});
+  const auto measures = measure(schedule, timeline);
+  EXPECT_EQ(measures.makespan, 3 * 3.5);
+  EXPECT_EQ(measures.bubble_fraction, 0) << "who updates is not idle";
+  const auto two = pipedream(2, 3);
+  EXPECT_EQ(measure(two, simulate(two, {.stages = {cost, cost}})).makespan, 1 + 3 * 3.5 + 2);
+  EXPECT_EQ(grid_of(two, simulate(two, {.stages = {cost, cost}})).find("UPDATE0@1") != std::string::npos, true);
 }
 
 TEST(ScheduleSimulation, ARankMayBeSlower) {

@@ -80,6 +80,16 @@ TEST(Timed, CostsOfStagesAreTheirMeans) {
   }
 }
 
+TEST(Timed, UpdatesAreCostsAndNoIdleTime) {
+  auto stages = kUneven;
+  for (StageCosts& cost : stages) cost.update = cost.forward / 2;
+  const Timed timed = as_measured(pipedream(3, 4), {.stages = stages});
+  const auto costs = costs_of(timed);
+  for (size_t stage = 0; stage < 3; ++stage) EXPECT_THAT(costs[stage].update, DoubleEq(stages[stage].update));
+  EXPECT_THAT(measure(timed.schedule, simulate(timed.schedule, {.stages = costs})).makespan, DoubleEq(measure(timed.schedule, timed.timeline).makespan));
+  EXPECT_THAT(shares_of(timed)[0].busy, DoubleEq(4 * (2 + 5 + 1)));
+}
+
 TEST(Timed, MessagesTakeFromTheEndOfOneActionToTheStartOfTheNext) {
   EXPECT_THAT(message_time(as_measured(gpipe(3, 4), {.communication = 0.5})), DoubleEq(0.5));
   EXPECT_EQ(message_time(as_measured(gpipe(1, 4), {.communication = 0.5})), 0);

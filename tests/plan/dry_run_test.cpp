@@ -333,6 +333,8 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunWithSlicesOnDiskOrByPattern) {
     expect_same("llama", {"offload.params={ \"layers.*\" = \"host\" }", "precision.compute=bf16", "zero.prefetch=2"}, world);
     expect_same("gpt2", {"offload.params={ \"layers.*\" = \"disk\", \"layers.0\" = \"host\" }", "recompute.mode=full"}, world);
     expect_same("llama", {"offload.optimizer={ \"layers.*\" = \"disk\", \"head\" = \"host\" }"}, world);
+    expect_same("llama", {"offload.params={ \"layers.*\" = \"host\", \"layers.0\" = \"device\" }"}, world);
+    expect_same("llama", {"offload.activations={ \"layers.*\" = \"host\", \"layers.*.attention\" = \"device\" }", "offload.min_bytes=256"}, world);
   }
 }
 

@@ -14,6 +14,7 @@
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/formats.h"
 #include "tessera/plan/presets.h"
+#include "tessera/plan/settings.h"
 #include "tests/train/fixture.h"
 
 namespace tessera {
@@ -87,6 +88,41 @@ TEST_F(ExplainTest, ActivationsGrowWithLayersAndTokens) {
     const auto half = of({"precision.compute=bf16"});
     EXPECT_LT(half.of_layer.token, 0.8 * kept.of_layer.token);
     EXPECT_GT(half.of_layer.fixed, 2 * 4 * 24 * 24) << "weights that were cast stay for the backward";
+  }
+}
+
+/// Depths that are looked at have every layer that a pattern names.
+TEST_F(ExplainTest, PatternsMayNameAnyLayer) {
+  const auto of = [&](const std::string& lora) {
+    return plan::explain(config("llama", {"model.layers=9", "run.threads=1", "lora.modules=" + lora, "lora.rank=2"}), 0, 4).activations;
+  };
+  const auto none = of("layers.0.attention.*").of_layer.token;
+  for (const std::string modules : {"layers.5.attention.*", "layers.0.attention.*, layers.6.**", "layers.*7.attention.*", "layers.7.**"}) {
+    SCOPED_TRACE(modules);
+    const auto kept = of(modules);
+    EXPECT_DOUBLE_EQ(kept.of_layer.token, none) << "a layer without an adapter";
+    EXPECT_NEAR(kept.bytes(static_cast<double>(kept.seen_tokens), 9), static_cast<double>(kept.seen), 1e-9 * static_cast<double>(kept.seen));
+  }
+  EXPECT_DOUBLE_EQ(of("layers.8.**").of_layer.token, none);
+  EXPECT_NO_THROW(plan::explain(config("llama", {"model.layers=9", "run.threads=1", "lora.modules=layers.*.**", "lora.trained=layers.7.**",
+                                                 "quantize.modules=layers.4.**", "optim.groups=[\"layers.6.*: lr_factor = 2\"]"}),
+                                0, 4));
+}
+
+/// What it was settled on for a device is kept, whatever this machine's CPU multiplies.
+TEST_F(ExplainTest, AFormatThatWasSettledStays) {
+  for (const std::string became : {"bf16", "fp32"}) {
+    SCOPED_TRACE(became);
+    Config settled = config("llama", {"model.layers=4", "run.threads=1", "precision.compute=auto"});
+    EXPECT_NO_THROW(plan::explain(settled, 0, 4)) << "of a caller who has not";
+    settled.precision.compute = became;
+    settled.asked["precision.compute"] = "auto";
+    const Config named = config("llama", {"model.layers=4", "run.threads=1", "precision.compute=" + became});
+    EXPECT_EQ(plan::to_json(plan::explain(settled, 0, 4)), plan::to_json(plan::explain(named, 0, 4)));
+    const Config changed = plan::with_settings(settled, {"zero.stage=1"});
+    EXPECT_EQ(changed.precision.compute, became);
+    EXPECT_EQ(changed.asked, settled.asked);
+    EXPECT_EQ(plan::with_settings(settled, {"precision.compute=auto"}).precision.compute, "auto") << "who asks anew is answered anew";
   }
 }
 

@@ -3,6 +3,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <gmock/gmock.h>
 
+#include "tessera/core/format.h"
 #include "tessera/nn/operators.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/out_of_memory.h"
@@ -213,10 +214,73 @@ TEST_F(Fit, AnOutOfMemoryIsExplained) {
                                    HasSubstr("zero.stage = 0 over 1 rank"), HasSubstr("as it is")));
   // Of a device there is no limit to name, and nobody watched: what a dry run knows stands in.
   refusal.limit = 0;
+  refusal.in_use[static_cast<size_t>(MemoryCategory::Parameters)] = 300 << 10;
   refusal.largest.clear();
   const auto device = plan::explain(settings, {.rank = 0, .world = 1, .refusal = refusal});
-  EXPECT_THAT(device.sentence, HasSubstr("could not be had beside the 3.00 MiB in use"));
-  EXPECT_THAT(device.tables, AllOf(HasSubstr("of a dry run"), HasSubstr("exp_avg"), HasSubstr("for a peak of 3.00 MiB at most")));
+  EXPECT_THAT(device.sentence, HasSubstr("could not be had beside the 300 KiB in use"));
+  EXPECT_THAT(device.tables, AllOf(HasSubstr("of a dry run"), HasSubstr("exp_avg"), HasSubstr("for a peak of 300 KiB at most")));
+}
+
+/// What a plan cannot know may take more than it says: then a setting has to free as much, and one that frees nothing is no way out.
+TEST_F(Fit, WhatWentBeyondItsPlanHasToBeFreed) {
+  const Config plain = config("llama", {"optim.name=sgd", "optim.momentum=0"});
+  const auto report_of = [&](const Config& settings, int world, int64_t beyond, int64_t margin = 512) {
+    const int64_t peak = peak_of(settings, world);
+    MemoryRefusal refusal{.requested = beyond, .limit = peak + margin, .phase = "forward"};
+    refusal.in_use[static_cast<size_t>(MemoryCategory::Parameters)] = peak;
+    return plan::explain(settings, {.rank = 0, .world = world, .refusal = refusal});
+  };
+  const int64_t peak = peak_of(plain, 1);
+  const auto little = report_of(plain, 1, 1024);
+  EXPECT_THAT(little.sentence, AllOf(HasSubstr("its plan, by a dry run, is " + format_bytes(peak) + ", and the run went beyond it by 1.00 KiB; the cheapest"),
+                                     HasSubstr("would fit with as much beyond its plan: --set "), Not(HasSubstr("offload.optimizer=host (peak"))));
+  EXPECT_THAT(little.tables, HasSubstr("for a peak of " + format_bytes(peak - 512) + " at most, which leaves free what this run took beyond its plan"));
+  const auto search = plan::find_fit(plain, 1, peak + 512, plan::kFitPatience, std::nullopt, peak + 1024);
+  ASSERT_TRUE(search.fits);
+  EXPECT_LE(search.best()->needed, peak - 512);
+  EXPECT_THAT(report_of(plain, 1, 4 * peak).sentence,
+              AllOf(HasSubstr("settings tried would fit with as much beyond its plan; use more ranks"), Not(HasSubstr("--set"))));
+  EXPECT_EQ(plan::find_fit(plain, 1, peak - 1, plan::kFitPatience, std::nullopt, peak).beyond, 0) << "which its plan said";
+  const Config dealt = config("mixtral", {"model.experts=4", "mesh.ep=2", "zero.stage=1", "batch.micro_size=1"});
+  EXPECT_THAT(report_of(dealt, 2, 1024).sentence,
+              AllOf(HasSubstr("by 1.00 KiB; not known before it runs is which experts routers choose"), HasSubstr(" needs "), Not(HasSubstr("\n"))));
+  const plan::FitSearch idle{.now = {.needed = 100}, .tried = {{.sets = {"offload.optimizer=host"}, .needed = 100}}};
+  EXPECT_THAT(plan::settings_text(idle), AllOf(HasSubstr("none of 1 settings tried needs less; use more ranks"), Not(HasSubstr("that of --set"))));
+}
+
+/// The formula is of what a rank holds, and so near what it keeps.
+TEST_F(Fit, TheFormulaIsOfTheRanksShareOfTheModel) {
+  const Sets experts{"model.experts=4", "model.ffn_dim=160"};
+  const auto kept_bytes = [](const Config& settings, int world) {
+    const plan::DryRun run = plan::dry_run(settings, world);
+    const plan::RankClass& most = plan::largest_class(run);
+    int64_t kept = 0;
+    for (const auto category : {MemoryCategory::Parameters, MemoryCategory::Gradients, MemoryCategory::Optimizer})
+      kept += most.peak_bytes[static_cast<size_t>(category)];
+    return std::pair(static_cast<double>(kept), most.parameters);
+  };
+  const auto expect_near = [&](const std::string& family, const Sets& sets, int world) {
+    SCOPED_TRACE(family + " " + ::testing::PrintToString(sets));
+    const Config settings = config(family, sets);
+    const auto [kept, held] = kept_bytes(settings, world);
+    const std::string text = plan::formula_text(settings, world, held);
+    double by_formula = 0;
+    for (double factor = 0.9; factor <= 1.1; factor += 0.001) {
+      if (text.find(": " + format_bytes(static_cast<int64_t>(factor * kept)) + " for ") != std::string::npos) by_formula = factor;
+    }
+    EXPECT_NEAR(by_formula, 1, 0.1) << format_bytes(static_cast<int64_t>(kept)) << " are kept; " << text;
+    return text;
+  };
+  EXPECT_THAT(expect_near("llama", {}, 1), Not(HasSubstr("share of the model")));
+  EXPECT_THAT(expect_near("llama", {"mesh.tp=2"}, 2), HasSubstr("a rank's share of the model"));
+  expect_near("llama", {"mesh.pp=2"}, 2);
+  expect_near("llama", {"zero.stage=3"}, 3);
+  expect_near("llama", {"lora.modules=layers.*.attention.*"}, 1);
+  expect_near("mixtral", {experts[0], experts[1], "mesh.ep=2", "zero.stage=1"}, 2);
+  expect_near("mixtral", {experts[0], experts[1], "mesh.ep=2", "zero.stage=3"}, 2);
+  expect_near("mixtral", {experts[0], experts[1], "mesh.tp=2", "mesh.expert_tp=2"}, 2);
+  EXPECT_THAT(plan::explain(config("llama", {"mesh.tp=2"}), {.rank = 0, .world = 2, .refusal = {.requested = 1, .limit = 1}}).tables,
+              HasSubstr("a rank's share of the model"));
 }
 
 // On the CPU the tracker refuses what would be alive beyond the limit, on a device its allocator what it would have reserved.

@@ -4,6 +4,7 @@
 // TESSERA_SEED=n runs DISABLED_Many with that seed alone, TESSERA_SEEDS=n,m with those from n to m.
 
 #include <cmath>
+#include <fstream>
 #include <optional>
 
 #include <fmt/format.h>
@@ -75,8 +76,12 @@ class RandomLayoutPlans : public testing_support::TrainFixture {
     }
     if (unknown.documents) {
       const auto routed = unknown.routers ? experts::DryLoad::Fewest : experts::DryLoad::Even;
-      const auto parts = totals(planned(config, world, {.documents = plan::kShortDocuments, .routed = routed}));
-      for (size_t rank = 0; rank < lowest.size(); ++rank) lowest[rank] = std::min(lowest[rank], plan::without_length(lowest[rank], parts[rank]));
+      const plan::DocumentLine line = plan::document_line(config);
+      const auto of = [&](int64_t documents) {
+        return totals(planned(config, world, {.documents = documents, .documents_apart = line.apart, .routed = routed}));
+      };
+      const auto whole = line.few > 1 ? of(line.few) : lowest, parts = of(line.many);
+      for (size_t rank = 0; rank < lowest.size(); ++rank) lowest[rank] = std::min(lowest[rank], plan::without_length(whole[rank], parts[rank], line.ratio));
     }
     return {std::move(lowest), std::move(highest)};
   }
@@ -164,6 +169,30 @@ TEST_F(RandomLayoutPlans, PeaksOnRanksWithOtherRows) {
 /// Recomputation that keeps casts, around experts whose counts are read on the host (903), and those whose rows are moved by what the host has told (600).
 TEST_F(RandomLayoutPlans, PeaksWhereOutputsOfOperatorsAreKept) {
   for (const uint64_t seed : {600, 903}) run_seeds(seed, seed + 1, /*compared=*/true, /*as_found=*/true);
+}
+
+/// Attention under a window takes tiles of one size together: documents of equal lengths within it are more rows at once than a whole window, and of other
+/// lengths fewer.
+TEST_F(RandomLayoutPlans, PeaksOfDocumentsOfAnyLengthUnderAWindow) {
+  for (const char* compute : {"bf16", "fp32"}) {
+    Peaks plan;
+    for (const int length : {3, 7, 8, 9, 11, 15, 16, 23}) {
+      SCOPED_TRACE(fmt::format("{}, lines of {}", compute, length));
+      std::string text;
+      for (int i = 0; i < 300; ++i) text += std::string(static_cast<size_t>(length - i % (length > 20 ? 9 : 1)), static_cast<char>('a' + i % 26)) + "\n";
+      const auto file = folder_ / "lengths.txt";
+      std::ofstream(file) << text;
+      const Config config =
+          this->config("gpt2", {"data.files=[\"" + file.string() + "\"]", "data.documents=lines", "data.seq_len=33", "model.sliding_window=8",
+                                "model.vocab_size=256", "model.ffn_dim=16", "batch.global_size=2", "batch.micro_size=2", "run.threads=1", "run.steps=3",
+                                "recompute.mode=full", "optim.name=sgd", "optim.lr=1e-3", std::string("precision.compute=") + compute});
+      if (plan.empty()) plan = planned(config, 1);
+      const auto took = static_cast<double>(total_of(taken(config, 1).front()));
+      const auto [lowest, highest] = ranges(config, 1, plan);
+      EXPECT_GE(took, (1 - kBound) * lowest.front());
+      EXPECT_LE(took, (1 + kBound) * highest.front());
+    }
+  }
 }
 
 /// What PowerSGD needs while it compresses is most of what a small rank holds.

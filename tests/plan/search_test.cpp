@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fstream>
 #include <set>
+#include <tuple>
 
 #include <gmock/gmock.h>
 
@@ -62,15 +63,111 @@ TEST_F(SearchTest, ChoicesAreDifferentAndUseEveryRank) {
 
 TEST_F(SearchTest, NeighboursDifferAndUseEveryRank) {
   const Config config = small();
-  for (const LayoutChoice& at : {LayoutChoice{.batch = 16}, LayoutChoice{.tp = 2, .pp = 2, .stage = 1, .shard = 2, .batch = 16, .micro_size = 2}}) {
-    const auto all = neighbours_of(at, config, 8, machine());
+  for (const LayoutChoice& at : {LayoutChoice{.batch = 16}, LayoutChoice{.tp = 2, .pp = 2, .stage = 1, .shard = 2, .batch = 16, .micro_size = 2},
+                                 LayoutChoice{.tp = 2, .cp = 4, .stage = 3, .batch = 16}}) {
+    const auto all = neighbours_of(at, config, 8, machine(), /*fewest_columns=*/1);
     EXPECT_THAT(all, Not(IsEmpty()));
     for (const auto& [what, next] : all) {
       EXPECT_NE(next, at) << what;
       EXPECT_EQ(next.tp * next.pp * next.cp * next.data_ranks(8), 8) << what;
-      EXPECT_EQ(next.stage == 0, next.shard == 1) << what;
+      EXPECT_EQ(next.stage == 0, next.shard * next.cp == 1 || (next.stage == 0 && next.cp > 1)) << what;
+      EXPECT_TRUE(next.stage == 0 || next.shard * next.cp > 1) << what << ": nobody shares the state out";
     }
   }
+}
+
+/// mesh.cp's ranks share out the state of what they compute alike (docs/sharding.md).
+TEST_F(SearchTest, RanksOfASequenceShareTheStateOfItsDataRank) {
+  Config config = small({"data.seq_len=32", "model.dim=64"});
+  config.batch.global_size = 1;
+  std::set<int> stages;
+  for (const LayoutChoice& choice : all_choices(config, 4, machine(), {1}, /*fewest_columns=*/8)) {
+    if (choice.cp == 4) stages.insert(choice.stage);
+  }
+  EXPECT_THAT(stages, testing::ElementsAre(0, 1, 2, 3));
+  const auto whats_of = [&](const LayoutChoice& at) {
+    std::set<std::string> whats;
+    for (const Neighbour& next : neighbours_of(at, config, 4, machine(), /*fewest_columns=*/8)) whats.insert(next.what);
+    return whats;
+  };
+  EXPECT_THAT(whats_of({.cp = 4}), AllOf(Contains("zero 1"), Contains("zero 3")));
+  for (const Neighbour& next : neighbours_of({.cp = 4, .stage = 3}, config, 4, machine(), /*fewest_columns=*/8)) {
+    if (next.choice.cp > 1 && !next.what.starts_with("zero")) EXPECT_EQ(next.choice.stage, 3) << next.what;
+    validate(with_settings(config, settings_of(next.choice, 4)), 4, Purpose::Plan);
+  }
+
+  SearchOptions cut = patient();
+  cut.fewest_columns = 8;
+  cut.on_the_host = false;
+  cut.admits = [](const LayoutChoice& choice) { return choice.cp == 4 && choice.recompute == "none"; };
+  int64_t least = INT64_MAX;
+  for (const int stage : {0, 1, 2}) {
+    const Config lower = with_settings(config, settings_of({.cp = 4, .stage = stage}, 4));
+    least = std::min(least, total_of(largest_class(dry_run(lower, 4)).peak_bytes));
+  }
+  config.run.memory_limit_bytes = least - 1;
+  const LayoutSearch found = search_layouts(config, 4, machine(), cut);
+  ASSERT_NE(found.best(), nullptr) << to_string(found);
+  EXPECT_EQ(found.best()->choice.stage, 3);
+}
+
+/// Routers that look at whole passes allow no cut sequence, and mesh.tp without one.
+TEST_F(SearchTest, WhereRoutersSeeWholePassesTensorParallelismGoesWithoutThatOfSequences) {
+  for (const std::string set : {"moe.capacity_factor=1.25", "model.router=expert_choice"}) {
+    SCOPED_TRACE(set);
+    Config config = small({set, "model.layers=1"}, "mixtral");
+    config.batch.global_size = 2;
+    SearchOptions options = patient();
+    options.admits = [](const LayoutChoice& choice) { return choice.tp == 2 && choice.recompute == "none"; };
+    const LayoutSearch found = search_layouts(config, 2, machine(), options);
+    ASSERT_NE(found.best(), nullptr) << to_string(found);
+    EXPECT_THAT(settings_of(found.best()->choice, 2), Contains("tensor.sequence_parallel=false"));
+    EXPECT_THAT(to_string(found), HasSubstr("tp 2 without sp"));
+  }
+}
+
+TEST_F(SearchTest, WhereRulesRefuseAllMemoryIsNotToBlame) {
+  Config config = small({"run.deterministic=true"});
+  SearchOptions options = patient();
+  options.admits = [](const LayoutChoice& choice) { return choice.stage > 0 && choice.tp == 1; };
+  const LayoutSearch none = search_layouts(config, 2, machine(), options);
+  ASSERT_EQ(none.best(), nullptr);
+  EXPECT_TRUE(none.exhausted);
+  EXPECT_EQ(none.refused, none.possible);
+  EXPECT_FALSE(none.smallest_world || none.most_ruled_out > 0) << "more devices change no rule";
+  EXPECT_THAT(to_string(none), AllOf(HasSubstr("all are refused, however much memory there is: run.deterministic"), Not(HasSubstr("none fits")),
+                                     Not(HasSubstr("of these devices"))));
+}
+
+/// Over what mesh.ep leaves of mesh.tp experts are whole, or cut: whichever is faster and fits.
+TEST_F(SearchTest, ExpertsAreCutOverTheRanksThatDealNone) {
+  const Config config = small({"model.experts=4", "model.ffn_dim=160"}, "mixtral");
+  std::set<std::tuple<int, int, int>> dealt;  // stage, ep, expert_tp
+  for (const LayoutChoice& choice : all_choices(config, 4, machine(), {16})) {
+    if (choice.tp != 4) continue;
+    dealt.emplace(choice.stage, choice.ep, choice.expert_tp);
+    validate(with_settings(config, settings_of(choice, 4)), 4, Purpose::Plan);
+  }
+  EXPECT_THAT(dealt, testing::ElementsAre(std::tuple(0, 1, 1), std::tuple(0, 1, 4), std::tuple(0, 2, 1), std::tuple(0, 2, 2), std::tuple(0, 4, 1)));
+  const auto has = [&](const LayoutChoice& at, const std::string& what, int expert_tp) {
+    for (const Neighbour& next : neighbours_of(at, config, 4, machine())) {
+      if (next.what == what) return next.choice.expert_tp == expert_tp;
+    }
+    return false;
+  };
+  EXPECT_TRUE(has({.tp = 4, .batch = 16}, "expert tp 4", 4));
+  EXPECT_TRUE(has({.tp = 4, .batch = 16, .expert_tp = 4}, "experts whole", 1));
+  EXPECT_TRUE(has({.tp = 4, .batch = 16, .expert_tp = 4}, "ep 2", 2)) << "cut, over the rest";
+  EXPECT_TRUE(has({.tp = 4, .batch = 16, .expert_tp = 4}, "tp 2", 2));
+}
+
+/// The sets of a layout unsay what its file says of another, in place of which they stand.
+TEST_F(SearchTest, SettingsSayWhatHoldsOfEveryLayoutToo) {
+  const std::vector<std::string> beside{"mesh.tp=1", "recompute.ffn_tile=0", "offload.optimizer=device", "pipeline.split=[\"auto\"]"};
+  const auto sets = settings_of({.tp = 2, .batch = 16, .host_optimizer = true}, 2, beside);
+  EXPECT_THAT(sets, AllOf(Contains("mesh.tp=2"), Not(Contains("mesh.tp=1")), Contains("recompute.ffn_tile=0"), Contains("offload.optimizer=host"),
+                          Not(Contains("offload.optimizer=device"))));
+  EXPECT_THAT(flags_of(sets), AllOf(HasSubstr("--set mesh.tp=2 "), HasSubstr("--set 'pipeline.split=[\"auto\"]'"))) << "as a shell takes it";
 }
 
 /// What leaves a layout out has to be below what the run needs.
@@ -264,6 +361,10 @@ TEST_F(SearchTest, SettingsSayTheWholeChoice) {
   EXPECT_EQ(config.pipeline.virtual_stages, 2);
   EXPECT_TRUE(config.tensor.sequence_parallel);
   validate(config, 16, Purpose::Plan);
+  const Config other = with_settings(with_settings(config, {"mesh.expert_tp=2"}), settings_of({.batch = 16}, 1));
+  EXPECT_EQ(other.pipeline.schedule, "1f1b") << "whatever there was before";
+  EXPECT_EQ(other.pipeline.virtual_stages, 1);
+  EXPECT_EQ(other.mesh.expert_tp, 1);
 }
 
 /// Every layout that is there, run dry: the one that the search names first takes no longer than any.

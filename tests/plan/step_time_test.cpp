@@ -11,6 +11,7 @@
 #include "tessera/kernels/products.h"
 #include "tessera/memory/on_host.h"
 #include "tessera/pipeline/schedules/generators.h"
+#include "tessera/plan/device.h"
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/operator_time.h"
 #include "tessera/plan/presets.h"
@@ -322,6 +323,24 @@ TEST_F(StepSeconds, APipelineTakesItsBubbleAndWhatStandsAroundIt) {
   const StepTime step = step_time({{.pipeline_rank = 0, .time = &first}, {.pipeline_rank = 1, .time = &second}}, schedules::one_f_one_b(2, 4));
   EXPECT_DOUBLE_EQ(step.seconds, 0.25 + (4 + 2 - 1) * 3 + 0.75);  // (m + p - 1)(F + B)
   EXPECT_DOUBLE_EQ(step.bubble, 3);
+}
+
+/// Those in the midst of a step hold their stage up, as its passes do.
+TEST_F(StepSeconds, UpdatesInTheMidstOfAStepTakeTheirTime) {
+  RankTime first = stage_time(0, 1, 2), second = stage_time(1, 1, 2);
+  for (auto* time : {&first, &second}) {
+    time->actions[{Kind::Update, time == &first ? 0 : 1}] = {.seconds = 4 * 0.5, .count = 4};
+    time->step += 4 * 0.5;
+  }
+  const StepTime step = step_time({{.pipeline_rank = 0, .time = &first}, {.pipeline_rank = 1, .time = &second}}, schedules::pipedream(2, 4));
+  EXPECT_DOUBLE_EQ(step.seconds, 0.25 + 1 + 4 * 3.5 + 2 + 0.75);
+  EXPECT_DOUBLE_EQ(step.bubble, step.seconds - first.step);
+  for (const std::string schedule : {"pipedream", "pipedream_2bw"}) {
+    const Config config = this->config("llama", {"mesh.pp=2", "pipeline.schedule=" + schedule, "optim.max_grad_norm=0", "batch.global_size=8"});
+    const DryRun run = dry_run(config, 2, {.machine = machine_of(find_device("h100"))});
+    const StepTime& time = *run.time;
+    EXPECT_NEAR(time.computing + time.exposed + time.asked + time.copied + time.bubble, time.seconds, 1e-9 * time.seconds) << schedule;
+  }
 }
 
 TEST_F(StepSeconds, TheSlowestStageAndTheSlowestClassDecide) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -18,6 +19,7 @@ namespace {
 using kernels::Bf16ProductsGuard;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::ThrowsMessage;
 
 Config asking(const std::string& compute) {
@@ -37,20 +39,32 @@ std::string said(const Settle& settle) {
 TEST(ComputeFormat, AutoBecomesWhatTheMachineMultiplies) {
   for (const bool native : {true, false}) {
     const Bf16ProductsGuard guard(native);
-    for (const auto device : {at::kCPU, at::kMeta}) {
+    for (const auto& [device, name] : {std::pair(at::kCPU, "this CPU"), {at::kMeta, "the device that is planned for"}}) {
       Config config = asking("auto");
       EXPECT_THAT([&] { policy_from(config.precision); }, ThrowsMessage<ConfigError>(HasSubstr("precision::settle_compute()"))) << "no rank decides by itself";
       const auto line = said([&] { settle_compute(config, device); });
       EXPECT_EQ(config.precision.compute, native ? "bf16" : "fp32");
       EXPECT_EQ(config.asked.at("precision.compute"), "auto");
-      EXPECT_THAT(line,
-                  HasSubstr(native ? "precision.compute = auto: bf16, which this CPU multiplies (" : "precision.compute = auto: fp32, as this CPU does not"));
+      EXPECT_THAT(line, HasSubstr(native ? std::string("precision.compute = auto: bf16, which ") + name + " multiplies"
+                                         : std::string("precision.compute = auto: fp32, as ") + name + " does not"));
       EXPECT_EQ(policy_from(config.precision).compute, native ? at::kBFloat16 : at::kFloat);
       const Config before = config;
       EXPECT_EQ(said([&] { settle_compute(config, device); }), "") << "once a run";
       EXPECT_EQ(config, before);
     }
   }
+}
+
+/// Of a device that a plan is made for this machine's CPU says nothing; without one meta stands for the CPU.
+TEST(ComputeFormat, WhatADeviceOfAPlanMultipliesIsNotSaidOfThisCpu) {
+  const std::string& reason = kernels::cpu_formats().reason;
+  for (const bool native : {true, false}) {
+    const Bf16ProductsGuard guard(native);
+    Config config = asking("auto");
+    EXPECT_THAT(said([&] { settle_compute(config, at::kMeta); }), AllOf(Not(HasSubstr(reason)), Not(HasSubstr("CPU"))));
+  }
+  Config config = asking("auto");
+  EXPECT_THAT(said([&] { settle_compute(config, at::kMeta); }), AllOf(HasSubstr("this CPU"), HasSubstr(reason)));
 }
 
 TEST(ComputeFormat, BfloatByNameStaysAndSaysThatItIsWidened) {

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import tomllib
 import unittest
 
@@ -190,6 +191,42 @@ class Plan(SystemTest):
         self.assertEqual(max(ranks["peak_bytes"]["total"] for ranks in planned["ranks"]), best["peak_bytes"])
         done = run("train", found, "--nproc", 2, "--set", f"log.dir={self.folder / 'log'}")
         self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_the_line_of_a_search_and_its_file_are_planned_as_its_row_says_whatever_the_file_asks_for(self):
+        mixture = SOURCE / "recipes" / "tiny_mixtral.toml"
+        kinds = {
+            "pipelined": (self.recipe, ["mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2", "pipeline.per_update=0"]),
+            "experts cut": (mixture, ["mesh.tp=2", "mesh.expert_tp=2"]),
+            "whole passes": (mixture, ["moe.capacity_factor=1.25", "mesh.tp=2"]),
+            "tiles and hosts": (self.recipe, ["recompute.mode=full", "recompute.ffn_tile=16", "offload.optimizer=host", "tensor.overlap=true", "mesh.tp=2"]),
+            "of each rank": (self.recipe, ["batch.per_rank=4", "batch.global_size=0", "precision.compute=auto", "zero.stage=3"]),
+        }
+        for kind, (recipe, asks) in kinds.items():
+            with self.subTest(kind=kind):
+                file, best = (self.folder / f"{kind}{end}.toml".replace(" ", "_") for end in ("", "_best"))
+                file.write_text(self.saved_with(recipe, asks))
+                device = ("--world", 2, "--device", "h100")
+                searched = ("plan", file, *device, "--search", "--batch", 8, "--patience", 2, "-o", best)
+                text = run(*searched)
+                line = shlex.split(next(line for line in text.stdout.splitlines() if line.startswith("--set")))
+                self.assertEqual(self.plan(file, *device, *line)["ranks"], self.plan(best, *device)["ranks"])
+                done = run(*searched, "--json")
+                self.assertEqual(done.returncode, 0, done.stderr)
+                row = json.loads(done.stdout)["layouts"][0]
+                for planned in (self.plan(file, *device, sets=row["set"]), self.plan(best, *device)):
+                    self.assertAlmostEqual(planned["time"]["seconds"] / row["time"]["seconds"], 1, places=9)
+                    self.assertEqual(max(ranks["peak_bytes"]["total"] for ranks in planned["ranks"]), row["peak_bytes"])
+                    self.assertEqual(max(ranks["reserved_bytes"] for ranks in planned["ranks"]), row["needed_bytes"])
+
+    def saved_with(self, recipe, sets):
+        """A file that says `sets` itself."""
+        sections = tomllib.loads(recipe.read_text())
+        sections["data"]["files"] = [str(recipe.parent / name) for name in sections["data"]["files"]]
+        for one in sets:
+            key, value = one.split("=")
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = int(value) if value.isdigit() else float(value) if value[0].isdigit() else value == "true" or value
+        return "".join(f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()) for name, keys in sections.items())
 
     def test_a_search_says_what_it_leaves_out_and_keeps_the_rest_of_a_file(self):
         found = self.folder / "kept.toml"

@@ -47,13 +47,17 @@ std::string grid_of(const Schedule& schedule, const Timeline& timeline, int most
   if (columns > most_columns) return fmt::format("(a grid of {:.0f} columns is not drawn: costs that are multiples of each other need fewer)\n", columns);
   std::string text;
   size_t width = 1;
-  for (const auto& actions : schedule.actions) {
-    for (const Action& action : actions) width = action.computes() ? std::max(width, short_name(schedule, action).size()) : width;
+  const auto is_drawn = [](const Action& action, const Span& span) { return action.occupies() && span.end > span.start; };
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (size_t i = 0; i < timeline[rank].size(); ++i) {
+      const Action& action = schedule.actions[rank][i];
+      if (is_drawn(action, timeline[rank][i])) width = std::max(width, short_name(schedule, action).size());
+    }
   }
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     std::vector<std::string> cells(static_cast<size_t>(columns), ".");
     for (size_t i = 0; i < timeline[rank].size(); ++i) {
-      if (!schedule.actions[rank][i].computes()) continue;
+      if (!is_drawn(schedule.actions[rank][i], timeline[rank][i])) continue;
       const auto begin = std::llround(timeline[rank][i].start / unit), end = std::llround(timeline[rank][i].end / unit);
       for (auto column = begin; column < end; ++column) cells[column] = column == begin ? short_name(schedule, schedule.actions[rank][i]) : "=";
     }

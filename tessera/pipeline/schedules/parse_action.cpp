@@ -56,7 +56,7 @@ bool take_kind(std::string_view& text, Kind& kind) {
 bool read_plain(std::string_view text, Action& action) {
   if (!take_number(text, action.stage) || !take_kind(text, action.kind)) return false;
   if (action.has_micro_batch() && !take_number(text, action.micro_batch)) return false;
-  if ((action.computes() || action.kind == Kind::Update) && take(text, "@") && !take_number(text, action.version)) return false;
+  if (action.occupies() && take(text, "@") && !take_number(text, action.version)) return false;
   return text.empty();
 }
 

@@ -12,7 +12,7 @@
 namespace tessera::schedules {
 namespace {
 
-constexpr double kRow = 26, kLeft = 64, kRight = 74, kTop = 58, kBottom = 30, kWidest = 1060, kShortest = 17;
+constexpr double kRow = 26, kLeft = 64, kRight = 74, kTop = 58, kBottom = 30, kWidest = 1060, kShortest = 17, kLine = 2;
 constexpr std::string_view kIdle = "#f2f2f2", kGray = "#666666", kDark = "#222222", kWhite = "#ffffff";
 
 using Rgb = std::array<int, 3>;
@@ -63,7 +63,8 @@ struct Painter {
     for (size_t i = 0; i < spans.size(); ++i) {
       const Action& action = schedule.actions[rank][i];
       const double left = x(spans[i].start), right = x(spans[i].end);
-      if (action.kind == Kind::Update) svg.line(left, top + 1, left, top + kRow - 1, kDark, 2);
+      if (action.kind == Kind::Update && right - left < kLine) svg.line(left, top + 1, left, top + kRow - 1, kDark, kLine);
+      if (action.kind == Kind::Update && right - left >= kLine) svg.rect(left, top + 1, right - left, kRow - 2, kDark, to_string(action));
       if (!action.computes() || right <= left) continue;
       const auto drawn = parts(action);
       const double height = (kRow - 2) / static_cast<double>(drawn.size());

@@ -43,6 +43,8 @@ struct Action {
   bool operator==(const Action&) const = default;
   /// Whether it is F, B, I, W or an overlap of two of them.
   bool computes() const { return kind <= Kind::BackwardWeight || kind == Kind::Overlap; }
+  /// Whether its rank does nothing else meanwhile: a computation, or an update.
+  bool occupies() const { return computes() || kind == Kind::Update; }
   bool sends() const { return kind == Kind::SendForward || kind == Kind::SendBackward; }
   bool receives() const { return kind == Kind::ReceiveForward || kind == Kind::ReceiveBackward; }
   bool has_micro_batch() const { return kind <= Kind::ReceiveBackward || kind == Kind::Update; }

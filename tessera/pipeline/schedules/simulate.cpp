@@ -58,11 +58,12 @@ int versions_held(const RankActions& actions, int stage) {
 double duration_of(const Action& action, const std::vector<StageCosts>& stages) {
   double sum = 0;
   for (const Action& part : parts(action)) {
-    if (!part.computes()) continue;
+    if (!part.occupies()) continue;
     const StageCosts& cost = stages[part.stage];
     sum += part.kind == Kind::Forward         ? cost.forward
            : part.kind == Kind::Backward      ? cost.backward
            : part.kind == Kind::BackwardInput ? cost.backward_input
+           : part.kind == Kind::Update        ? cost.update
                                               : cost.backward_weight;
   }
   return sum;
@@ -105,8 +106,7 @@ Timeline simulate(const Schedule& schedule, const Costs& costs) {
       auto& spans = timeline[rank];
       while (spans.size() < actions.size()) {
         const Action& action = actions[spans.size()];
-        const bool waits = action.computes() || action.kind == Kind::Update;
-        const double ready = waits ? ready_at(schedule, action, index, done, costs.communication) : 0;
+        const double ready = action.occupies() ? ready_at(schedule, action, index, done, costs.communication) : 0;
         if (ready == kNotYet) break;
         const double start = std::max(ready, spans.empty() ? 0 : spans.back().end), end = start + duration(action, costs);
         spans.push_back({start, end});
@@ -126,7 +126,7 @@ Measures measure(const Schedule& schedule, const Timeline& timeline) {
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     double own_first = std::numeric_limits<double>::infinity(), own_last = 0, own_busy = 0;
     for (size_t i = 0; i < timeline[rank].size(); ++i) {
-      if (!schedule.actions[rank][i].computes()) continue;
+      if (!schedule.actions[rank][i].occupies()) continue;
       const Span& span = timeline[rank][i];
       own_first = std::min(own_first, span.start);
       own_last = std::max(own_last, span.end);

@@ -12,6 +12,7 @@ struct StageCosts {
   double backward = 2;  ///< whole
   double backward_input = 1;
   double backward_weight = 1;
+  double update = 0;  ///< the optimizer's, in the midst of an asynchronous schedule
 };
 
 /// What the actions of one stage cost, in any one unit of time. Where a rank has several chunks, that of one chunk.
@@ -25,7 +26,7 @@ struct Costs {
   std::vector<StageCosts> stages{};  ///< of each stage, in place of what stands above, but for `communication`; empty: all alike
 };
 
-/// How long it computes: 0 for what is no computation.
+/// How long it takes of its rank: 0 for messages, gathers and reductions.
 double duration(const Action& action, const Costs& costs);
 
 struct Span {
@@ -39,7 +40,7 @@ using Timeline = std::vector<std::vector<Span>>;
 /// where the schedule cannot run to its end: check it first.
 Timeline simulate(const Schedule& schedule, const Costs& costs = {});
 
-/// What a timeline says of a schedule.
+/// What a timeline says of a schedule. Updates that take time are no idle time.
 struct Measures {
   double makespan = 0;                     ///< from the first start to the last end, of all ranks
   double bubble_fraction = 0;              ///< idle share of the makespan, over all ranks

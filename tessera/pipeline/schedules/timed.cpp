@@ -170,7 +170,7 @@ std::vector<StageCosts> costs_of(const Timed& timed) {
   for (int rank = 0; rank < timed.schedule.ranks(); ++rank) {
     for (size_t i = 0; i < timed.timeline[rank].size(); ++i) {
       const Action& action = timed.schedule.actions[rank][i];
-      if (!action.computes() || action.kind == Kind::Overlap) continue;  // what ran together is no measure of what runs alone
+      if (!action.occupies() || action.kind == Kind::Overlap) continue;  // what ran together is no measure of what runs alone
       auto& [sum, count] = sums[{action.stage, action.kind}];
       sum += timed.timeline[rank][i].end - timed.timeline[rank][i].start;
       ++count;
@@ -186,7 +186,8 @@ std::vector<StageCosts> costs_of(const Timed& timed) {
     StageCosts& cost = costs.emplace_back(StageCosts{.forward = mean(stage, Kind::Forward),
                                                      .backward = whole,
                                                      .backward_input = half_or(mean(stage, Kind::BackwardInput), whole),
-                                                     .backward_weight = half_or(mean(stage, Kind::BackwardWeight), whole)});
+                                                     .backward_weight = half_or(mean(stage, Kind::BackwardWeight), whole),
+                                                     .update = mean(stage, Kind::Update)});
     if (whole == 0) cost.backward = cost.backward_input + cost.backward_weight;
   }
   return costs;
@@ -235,7 +236,7 @@ std::vector<RankShare> shares_of(const Timed& timed) {
   for (int rank = 0; rank < timed.schedule.ranks(); ++rank) {
     RankShare& share = shares.emplace_back();
     for (size_t i = 0; i < timed.timeline[rank].size(); ++i) {
-      if (!timed.schedule.actions[rank][i].computes()) continue;
+      if (!timed.schedule.actions[rank][i].occupies()) continue;
       const Span& span = timed.timeline[rank][i];
       share.busy += span.end - span.start;
       if (!timed.measured()) continue;

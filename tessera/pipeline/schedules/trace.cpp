@@ -38,7 +38,7 @@ class TraceWriter {
     for (size_t i = 0; i < timeline_[rank].size(); ++i) {
       const Action& action = schedule_.actions[rank][i];
       const Span& span = timeline_[rank][i];
-      if (!action.computes() && action.kind != Kind::Update) continue;
+      if (!action.occupies()) continue;
       Json arguments{{"stage", action.stage}, {"micro_batch", action.micro_batch}};
       if (schedule_.is_asynchronous()) arguments["version"] = action.version;
       if (!drawing_.asked.empty() && drawing_.asked[rank][i] < span.start) {
