@@ -22,11 +22,12 @@ bool scales_by_frequency(const torch::nn::Module& module) {
   return embedding != nullptr && embedding->options.scale_grad_by_freq() && embedding->weight.requires_grad();
 }
 
-/// A SyncBatchNorm has the statistics of every rank of its group, but of one micro-batch.
+/// A SyncBatchNorm has the statistics of every rank of its group, but of one micro-batch; in eval mode without running statistics, of this rank alone.
 void collect_synchronized(const torch::nn::Module& module, const std::string& path, int ranks, int64_t accumulation, std::vector<BatchCoupledModule>& found) {
   const auto* norm = dynamic_cast<const nn::SyncBatchNormImpl*>(&module);
   if (norm == nullptr || !(norm->is_training() || !norm->options.track_running_stats())) return;
-  if (norm->group().size() < ranks || accumulation > 1) found.push_back({path, "SyncBatchNorm"});
+  const int together = norm->is_training() ? norm->group().size() : 1;
+  if (together < ranks || accumulation > 1) found.push_back({path, "SyncBatchNorm"});
 }
 
 void collect(const torch::nn::Module& module, const std::string& path, int ranks, int64_t accumulation, std::vector<BatchCoupledModule>& found) {

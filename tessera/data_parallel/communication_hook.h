@@ -110,6 +110,10 @@ class CommunicationHook {
   /// Before `prepare`: whether what the hook leaves is divided by the number of ranks (DdpOptions::average). What it owes is then in another unit.
   virtual void set_average(bool /*average*/) {}
 
+  /// Whether it leaves the sum of what it is given and nothing else. Then a mean (DdpOptions::average) of fp16 is that of terms divided before, which cannot
+  /// overflow, and not of a sum divided after.
+  virtual bool is_linear() const { return false; }
+
   /// Before the first bucket of each step.
   virtual void begin_step() {}
 
@@ -127,6 +131,7 @@ class CommunicationHook {
 /// The plain sum, in the dtype of the bucket, in place. Traffic: one all-reduce of the bucket. Memory: none.
 class AllReduceHook final : public CommunicationHook {
  public:
+  bool is_linear() const override { return true; }
   std::unique_ptr<BucketReduction> start(GradientBucket& bucket, GradientChannel& channel) override;
 };
 
@@ -135,14 +140,17 @@ class AllReduceHook final : public CommunicationHook {
 /// Traffic: one all-reduce of 2 bytes an element. Memory: 2 bytes an element from the start of a bucket's reduction to its end.
 class Bf16Hook final : public CommunicationHook {
  public:
+  bool is_linear() const override { return true; }
   std::unique_ptr<BucketReduction> start(GradientBucket& bucket, GradientChannel& channel) override;
 };
 
 /// The sum in fp16: divide by n, cast, all-reduce, cast back, multiply by n. Divided first, the sum of n ranks cannot overflow as long as no rank's element
 /// exceeds 65,504 n. 11 bits of precision above 6e-5 n, fewer below, and elements under 3e-8 n are lost: bf16 is the safer choice for
-/// gradients that are not scaled. Traffic and memory as with bf16.
+/// gradients that are not scaled. Buckets of 16 bits travel as they are: of fp16 the sum itself is a number of fp16, and its mean is as safe as here
+/// (is_linear). Traffic and memory as with bf16.
 class Fp16Hook final : public CommunicationHook {
  public:
+  bool is_linear() const override { return true; }
   std::unique_ptr<BucketReduction> start(GradientBucket& bucket, GradientChannel& channel) override;
 };
 

@@ -80,22 +80,28 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   }
 
   /// Asked where the host waits for the other ranks' words, and so for a device.
+  uint64_t count_writes() override { return options_.replicas == ReplicaStart::Trust ? 0 : write_counts_.take(parameters_); }
+
   bool were_written() const override { return written_ || parameter_writes_.changed(parameters_) || updates_.changed(parameters_); }
 
   /// Weights may be loaded between the wrapping and the first step, and on some ranks alone. Where writes have left the replicas equal, an update comes before
   /// the next comparison, and it is the last one if it shows: whether it does all ranks see alike, since they were equal before and are now.
-  void compare(bool written) override {
+  void compare(bool written, bool unlike) override {
     parameter_writes_.clear();  // gradients are all ranks' now, and an optimizer may take them
-    if (!active() || options_.replicas == ReplicaStart::Trust || (was_compared_ && !written)) return;
-    written_ = written;  // until they were found equal
+    if (!active() || options_.replicas == ReplicaStart::Trust || (was_compared_ && !written && !unlike)) return;
+    unlike &= was_compared_ && !written;  // before the first step ranks may have made their weights in other ways
+    written_ = written;                   // until they were found equal
     const std::string name = site("start");
     const comm::CallSite scope(name);
-    compare_replicas(own_parameters(), group_, "data parallelism",
-                     written
-                         ? "on some rank it was written after a backward pass under no_sync(): an optimizer's step took gradients that were of that rank "
-                           "alone, or other values were loaded than elsewhere. Let a pass without no_sync() complete gradients before each step, the last of "
-                           "an epoch too, and load the same on every rank (ReplicaStart::Trust: who writes parameters there vouches)"
-                         : "");
+    compare_replicas(
+        own_parameters(), group_, "data parallelism",
+        written  ? "on some rank it was written after a backward pass under no_sync(): an optimizer's step took gradients that were of that rank "
+                   "alone, or other values were loaded than elsewhere. Let a pass without no_sync() complete gradients before each step, the last of "
+                   "an epoch too, and load the same on every rank (ReplicaStart::Trust: who writes parameters there vouches)"
+        : unlike ? "some ranks wrote parameters more often than others since the last step: a forward that makes its weights of the first batch it "
+                   "sees, say, or values that one rank alone loads. Write the same on every rank, or broadcast what one has written "
+                   "(ReplicaStart::Trust: who writes parameters there vouches)"
+                 : "");
     was_compared_ = true;
     written_ = false;
     again_ = written && !(again_ && updates_.changed(parameters_));
@@ -147,6 +153,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
     stale_ = true;
   }
 
+  bool is_linear() const override { return options_.hook->is_linear(); }
   at::Tensor sum(size_t bucket) const override { return buckets_[bucket].flat; }
 
   /// None where nobody used the parameter: as on one process, optimizers skip it then.
@@ -346,10 +353,11 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   std::vector<size_t> bucket_at_ = std::vector<size_t>(parameters_.size());
   std::vector<size_t> references_;        ///< per bucket: of our own to its memory
   nn::ParameterWrites parameter_writes_;  ///< since a pass that left gradients of this rank alone
-  bool written_ = false;                  ///< there were such, and replicas have not been compared since
-  bool again_ = false;                    ///< equal weights may hide that moments have parted, which the next update shows
-  nn::ParameterWrites updates_;           ///< since then
-  bool was_compared_ = false;             ///< when the first step was complete
+  nn::WriteCounts write_counts_;
+  bool written_ = false;         ///< there were such, and replicas have not been compared since
+  bool again_ = false;           ///< equal weights may hide that moments have parted, which the next update shows
+  nn::ParameterWrites updates_;  ///< since then
+  bool was_compared_ = false;    ///< when the first step was complete
   GradientChannel channel_{group_, statistics_};
   std::vector<std::unique_ptr<BucketReduction>> reductions_;  ///< per bucket; null where nothing is under way
 };

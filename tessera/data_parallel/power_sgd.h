@@ -46,6 +46,7 @@ class PowerSgd final : public CommunicationHook {
 
   void prepare(const std::vector<nn::NamedParameter>& parameters, const std::vector<at::ScalarType>& dtypes, const comm::Group& group) override;
   void set_average(bool average) override { average_ = average; }
+  bool is_linear() const override { return true; }  ///< in fp16, of which nothing is compressed
   void complete_step() override;
   std::unique_ptr<BucketReduction> start(GradientBucket& bucket, GradientChannel& channel) override;
 

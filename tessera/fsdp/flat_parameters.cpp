@@ -450,13 +450,14 @@ void FlatParameters::zero_untouched() {
   }
 }
 
-void FlatParameters::start_reduction() {
+void FlatParameters::start_reduction(double scale) {
   const at::NoGradGuard no_grad;
   finish_return();
   hold_gradients();
   if (is_place_awaited()) leave_places();
   zero_untouched();
   sent_gradients_ = std::exchange(whole_gradients_, {});
+  if (scale != 1 && scales_terms()) sent_gradients_.mul_(scale);
   if (dtypes_.summed != dtypes_.reduced) {
     const MemoryScope scope(MemoryCategory::Comm);
     at::Tensor sum = std::exchange(sent_gradients_, sent_gradients_.to(dtypes_.reduced));
@@ -579,7 +580,7 @@ void FlatParameters::finish_step(double scale) {
     local_gradients_.copy_(crossing_);
     release_scratch(crossing_);
   }
-  if (scale != 1) local_gradients_.mul_(scale);
+  if (scale != 1 && !scales_terms()) local_gradients_.mul_(scale);
 }
 
 at::Tensor FlatParameters::local_gradient(size_t index) const {

@@ -104,10 +104,10 @@ class FlatParameters {
   void forget(size_t index);
 
   /// Sum over the group of what was taken up (zeros where nothing was) -> this rank's slices, added to those of earlier reductions of the step. What is taken
-  /// up from here on waits for the next one.
-  void start_reduction();
+  /// up from here on waits for the next one. Slices are scaled by `scale` here, where their sum is of fp16 and might overflow, or else by finish_step.
+  void start_reduction(double scale);
   void finish_reduction();
-  /// Sum of the slices over `replicas`, in place, scaled by `scale`: once a step, after the last reduction.
+  /// Sum of the slices over `replicas`, in place: once a step, after the last reduction.
   void start_replica_sum(const comm::Group& replicas);
   /// With a host, where slices are only added up there: begins to copy the reduced slice to it, behind finish_reduction.
   void start_return();
@@ -115,6 +115,7 @@ class FlatParameters {
   void finish_return();
   /// Whether finish_return would not wait.
   bool returned() const { return arrived_.defined() && return_.done(); }
+  /// After the last reduction of a step. `scale`: that of start_reduction.
   void finish_step(double scale);
 
   /// The reduced gradient of parameter `index`, in the shape of its slice, no view as far as autograd knows; undefined before the first reduction of a step.
@@ -132,6 +133,7 @@ class FlatParameters {
   void unpad(const at::Tensor& parts, const at::Tensor& whole) const;
   void hold_gradients();
   bool is_place_awaited() const;
+  bool scales_terms() const { return dtypes_.reduced == at::kHalf; }
   void leave_places();
   void zero_untouched();
   void convert_sum(MemoryCategory category);

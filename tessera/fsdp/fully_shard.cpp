@@ -260,7 +260,8 @@ class FullyShardedDataParallel::Impl {
   std::vector<nn::NamedParameter> own_parameters() const { return nn::unique_parameters(module_, options_.only); }
   void check_no_gradients_wait() const {
     refuse_whole_gradients();
-    if (active() && !unsharded_ && !step_->running()) step_->refuse_given_apart();
+    // Also within a forward that one replica alone may have made, for a line of a log.
+    if (active() && !unsharded_ && !step_->driven()) step_->refuse_given_apart();
   }
   void refuse_whole_gradients() const {
     require(!step_ || !step_->holds_gradients(),

@@ -404,9 +404,11 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     if (in_own_loop() && (use == OperatorUse::Slice || use == OperatorUse::Shape)) step_.leave();
   } else if (in_own_loop() && !at::GradMode::is_enabled() && means_slices(schema, arguments)) {
     guards_.refuse_whole_values(schema, arguments, in_call());
+    guards_.refuse_lost_writes(schema, arguments, /*may_end=*/true);
     return leave_forward(stack, first);
   }
   guards_.refuse_whole_values(schema, arguments, in_call());
+  if (!met_.empty()) guards_.refuse_lost_writes(schema, arguments, /*may_end=*/false);
   check_dtypes(schema, Arguments(stack.data() + first, count));
   try {
     use_met();

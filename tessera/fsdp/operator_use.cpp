@@ -122,13 +122,6 @@ const Names& comparisons() {
   return names;
 }
 
-/// Each fills what it is given from libtorch's generator.
-const Names& draws() {
-  static const Names names{"aten::normal_",     "aten::uniform_", "aten::bernoulli_", "aten::random_",
-                           "aten::log_normal_", "aten::cauchy_",  "aten::geometric_", "aten::exponential_"};
-  return names;
-}
-
 /// By row and column, or by position.
 const Names& writes_by_position() {
   static const Names names{"aten::triu_", "aten::tril_", "aten::fill_diagonal_", "aten::put_", "aten::masked_scatter_"};
@@ -138,6 +131,14 @@ const Names& writes_by_position() {
 /// All of what is written, which is their last argument.
 const Names& sequences() {
   static const Names names{"aten::eye", "aten::arange", "aten::range", "aten::linspace", "aten::logspace", "aten::randperm"};
+  return names;
+}
+
+/// "In place", and no element is written.
+const Names& keeps_elements() {
+  static const Names names{"aten::requires_grad_", "aten::detach_",     "aten::set_",      "aten::set_data",   "aten::t_",
+                           "aten::transpose_",     "aten::swapaxes_",   "aten::swapdims_", "aten::squeeze_",   "aten::rename_",
+                           "aten::unsqueeze_",     "aten::as_strided_", "aten::resize_",   "aten::retain_grad"};
   return names;
 }
 
@@ -199,7 +200,6 @@ std::vector<at::Tensor> tensors_beside(at::ArrayRef<c10::IValue> arguments, cons
   return beside;
 }
 
-bool draws_in_place(const std::string& name) { return draws().contains(name); }
 bool needs_one_dtype(const std::string& name) { return products().contains(name); }
 /// Kernels of ours are layers' and losses'; our optimizers call theirs past the dispatcher.
 bool is_layer(const std::string& name) { return products().contains(name) || layers().contains(name) || name.starts_with("tessera::"); }
@@ -216,6 +216,8 @@ bool writes(const c10::FunctionSchema& schema) {
   }
   return false;
 }
+
+bool writes_elements(const c10::FunctionSchema& schema, size_t argument) { return writes(schema, argument) && !keeps_elements().contains(schema.name()); }
 
 bool replaces(const std::string& name) { return name == "aten::set_data" || name == "aten::_has_compatible_shallow_copy_type"; }
 

@@ -44,14 +44,14 @@ bool is_forward(const std::string& name);
 bool writes(const c10::FunctionSchema& schema, size_t argument);
 bool writes(const c10::FunctionSchema& schema);
 
+/// The same of its elements, and not of how it lies or whether it wants a gradient alone.
+bool writes_elements(const c10::FunctionSchema& schema, size_t argument);
+
 /// Whether the operator puts other memory in the place of its first argument's (set_data, of which nothing but libtorch's check of the two is seen).
 bool replaces(const std::string& name);
 
 /// Whether what it makes is a view of an argument, or may be.
 bool makes_views(const c10::FunctionSchema& schema);
-
-/// Whether the operator fills its first argument with random numbers.
-bool draws_in_place(const std::string& name);
 
 /// Whether the operator writes the tensor at `place` by where rows (dimension 0) stand in it, or by all of them. Goes by names, dimensions and indices, never
 /// by sizes.

@@ -178,6 +178,7 @@ void ShardedUnits::count(int64_t bytes) {
 uint64_t ShardedUnits::take_made() { return std::exchange(made_, Hasher()).value(); }
 
 void ShardedUnits::note(size_t unit, bool reduces) {
+  if (!reduces && group_.size() == 1) return;  // a gather of one shard meets nobody, and one replica may make more of them, for lines of a log
   const std::array<int64_t, 4> made{group_.in_backward().made++, turn_.number, static_cast<int64_t>(unit), reduces ? 1 : 0};
   made_.update(made.data(), sizeof made);
 }
@@ -365,7 +366,7 @@ void ShardedUnits::reduce(size_t index, bool last) {
   const comm::CallSite site(units_[index].name);
   for (auto& flat : units_[index].flats) {
     if (!flat.trained()) continue;
-    flat.start_reduction();
+    flat.start_reduction(scale_);
     count(flat.reduced_bytes());
   }
   reducing_ = index;

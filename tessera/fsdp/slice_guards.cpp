@@ -1,7 +1,7 @@
 #include "tessera/fsdp/slice_guards.h"
 
 #include <algorithm>
-#include <utility>
+#include <optional>
 
 #include <ATen/ExpandUtils.h>
 #include <c10/core/GradMode.h>
@@ -53,22 +53,9 @@ void SliceGuards::before(const c10::FunctionSchema& schema, Arguments arguments,
   refuse_by_rows(schema, arguments);
 }
 
-/// clip_grad_norm_ of libtorch takes a norm of each gradient, or the largest absolute value.
 void SliceGuards::refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments) {
-  const bool absolute = std::exchange(absolute_, false);
-  const std::string& name = schema.name();
-  const bool norm = name == "aten::norm" || name == "aten::linalg_vector_norm" || name == "aten::_foreach_norm";
-  const bool largest = absolute && name == "aten::max" && arguments.size() == 1;
-  if (!norm && name != "aten::abs" && !largest) return;
-  if (!tensors_.are_cut() || !step_.looped() || arguments.empty()) return;
-  if (name == "aten::abs") {
-    absolute_ = tensors_.is_gradient(arguments[0]);
-    return;
-  }
-  require(
-      !largest && !tensors_.is_gradient(arguments[0]), "fully_shard: ", name,
-      " was given a gradient, of which this rank has a slice: a norm of slices, such as torch::nn::utils::clip_grad_norm_ takes, is another on each rank; call "
-      "tessera::clip_grad_norm(sharded, max_norm), which sums over the ranks and returns the norm");
+  const auto is_gradient = [&](const c10::IValue& value) { return tensors_.are_cut() && step_.looped() && tensors_.is_gradient(value); };
+  if (norms_.is_one(schema, arguments, is_gradient)) nn::refuse_local_norm("fully_shard", schema);
 }
 
 /// torch::optim::LBFGS lays all gradients end to end and takes dot products of that.
@@ -106,25 +93,14 @@ void SliceGuards::refuse_whole_state(const c10::FunctionSchema& schema, Argument
   }
 }
 
-/// torch::nn::init::orthogonal_ draws beside its parameter, and copies what it made of that.
-bool SliceGuards::copies_drawn(const c10::FunctionSchema& schema, Arguments arguments) {
-  if (schema.name() == "aten::linalg_qr" && !at::GradMode::is_enabled()) factored_ = arguments[0].toTensor().numel();
-  if (schema.name() != "aten::copy_" || factored_ == 0) return false;
-  return std::exchange(factored_, 0) == arguments[0].toTensor().numel();
-}
-
-/// Every rank would draw its own rows from the start of one sequence: not the values of one process, and the same rows again where ranks are seeded alike.
 void SliceGuards::refuse_draws(const c10::FunctionSchema& schema, Arguments arguments) {
-  const bool copied = copies_drawn(schema, arguments);
-  if ((!copied && !draws_in_place(schema.name())) || !tensors_.are_cut()) return;
+  const nn::LocalDraws::Kind kind = draws_.kind_of(schema, arguments);
+  if (kind == nn::LocalDraws::Kind::None || !tensors_.are_cut()) return;
   const at::Tensor& drawn = arguments[0].toTensor();
   const UnitPlace* const parameter = tensors_.parameter(drawn);
+  const bool copied = kind == nn::LocalDraws::Kind::Copied;
   const std::optional<UnitPlace> place = copied ? tensors_.find_memory(drawn) : parameter ? std::optional(*parameter) : std::nullopt;
-  require(!place || drawn.is_meta(), "fully_shard: ", copied ? "an orthogonal matrix of this rank's own (torch::nn::init::orthogonal_)" : schema.name(),
-          copied ? " was copied into '" : " was given '", place ? tensors_.name(*place) : "",
-          "', of which each rank has a slice, and would draw other values than one process does, the same ones on ranks that are seeded alike; initialize in "
-          "on_meta (its second argument, nn::set_init) and materialize, or before fully_shard, or after unshard",
-          copied ? "" : ". For this rank's rows alone draw into parameter.detach()");
+  if (place && !drawn.is_meta()) nn::refuse_local_draw("fully_shard", schema, kind, tensors_.name(*place), "before fully_shard, or after unshard");
 }
 
 /// Each rank would take its own rows for the matrix: triu_, fill_diagonal_, index_fill_. Handles (detach()) are this rank's rows, and who only reads may want
@@ -252,6 +228,22 @@ void SliceGuards::refuse_whole_values(const c10::FunctionSchema& schema, Argumen
     require(!of_all && !(whole && in_call), "fully_shard: ", schema.name(), " writes '", tensors_.name(*place), "' of shape ", shape,
             ", of which this rank has the slice ", tensors_.slice_sizes(*place), ": ", in_call ? "" : between_steps,
             "a module that sets its own parameters in forward (data-dependent initialization) is given its first batch before fully_shard");
+  });
+}
+
+/// What is gathered is thrown away, and with it what is written there: by a handle that was made in a forward (data(), detach()), or to a part of one. Without
+/// gradients a write of all of it, element by element, ends the forward, and is one of this rank's rows.
+void SliceGuards::refuse_lost_writes(const c10::FunctionSchema& schema, Arguments arguments, bool may_end) const {
+  for_each_operand(arguments, [&](const at::Tensor& written, const OperandPlace& operand) {
+    if (!writes_elements(schema, operand.argument)) return;
+    const std::optional<UnitPlace> place = tensors_.find_in_wholes(written);
+    if (!place || (may_end && tensors_.find_whole(written) && !(tensors_.are_cut() && writes_by_rows(schema, arguments, operand)))) return;
+    throw ConfigError(detail::concat(
+        "fully_shard: ", schema.name(), " writes '", tensors_.name(*place),
+        "' where it is gathered for a forward, by a handle (data(), detach()) or a view of it, and what is gathered is thrown away, while each rank keeps its "
+        "slice as it was. Write the parameter between steps: element by element (w.clamp_(), w.mul_()) under NoGradGuard, by this rank's rows of a whole mask, "
+        "mul_(take(mask, nn::slice_of(parameter))), or all of it before fully_shard or after unshard; or compute with another tensor, "
+        "w * mask or w.clamp(low, high), which writes nothing"));
   });
 }
 

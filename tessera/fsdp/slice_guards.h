@@ -9,6 +9,7 @@
 #include "tessera/fsdp/operator_use.h"
 #include "tessera/fsdp/sharded_step.h"
 #include "tessera/fsdp/unit_tensors.h"
+#include "tessera/nn/part_operators.h"
 
 namespace tessera {
 
@@ -37,13 +38,14 @@ class SliceGuards {
   void refuse_rows_of_other_wrappers(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_whole_gradients(Arguments arguments) const;
   void refuse_whole_values(const c10::FunctionSchema& schema, Arguments arguments, bool in_call) const;
+  /// `may_end`: a forward is under way that a write of this rank's rows ends.
+  void refuse_lost_writes(const c10::FunctionSchema& schema, Arguments arguments, bool may_end) const;
   void refuse_fitting_both(const c10::FunctionSchema& schema, const UnitPlace& place, const std::vector<at::Tensor>& others) const;
 
  private:
   void refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments);
   void refuse_flat_gradients(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_whole_state(const c10::FunctionSchema& schema, Arguments arguments, bool in_call) const;
-  bool copies_drawn(const c10::FunctionSchema& schema, Arguments arguments);
   void refuse_draws(const c10::FunctionSchema& schema, Arguments arguments);
   void refuse_by_rows(const c10::FunctionSchema& schema, Arguments arguments) const;
   bool stretches(Arguments arguments, const at::Tensor& handle) const;
@@ -51,8 +53,8 @@ class SliceGuards {
   const torch::nn::Module& module_;
   const UnitTensors& tensors_;
   const ShardedStep& step_;
-  int64_t factored_ = 0;   ///< elements of what was made orthogonal last, until something is copied
-  bool absolute_ = false;  ///< the operator before took absolute values of a gradient
+  nn::LocalNorms norms_;
+  nn::LocalDraws draws_;
 };
 
 }  // namespace tessera

@@ -58,6 +58,15 @@ std::optional<UnitPlace> UnitTensors::find_whole(const at::Tensor& tensor) const
   return index ? std::optional(UnitPlace{storage->place.unit, storage->place.flat, *index}) : std::nullopt;
 }
 
+std::optional<UnitPlace> UnitTensors::find_in_wholes(const at::Tensor& tensor) const {
+  const Storage* const storage = storage_of(tensor);
+  if (!storage || !storage->whole) return std::nullopt;
+  const std::vector<UnitLayout::Entry>& entries = flat(storage->place).layout().parameters;
+  const auto behind = std::ranges::find_if(entries, [&](const auto& entry) { return tensor.storage_offset() < entry.offset + entry.numel; });
+  if (behind == entries.end()) return std::nullopt;
+  return UnitPlace{storage->place.unit, storage->place.flat, static_cast<size_t>(behind - entries.begin())};
+}
+
 std::optional<UnitPlace> UnitTensors::find_memory(const at::Tensor& tensor) const {
   const Storage* const storage = storage_of(tensor);
   if (!storage) return std::nullopt;

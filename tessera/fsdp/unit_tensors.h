@@ -34,6 +34,8 @@ class UnitTensors {
   std::optional<UnitPlace> find_slice(const at::Tensor& tensor) const;
   /// The parameter that `tensor` is, or is an alias of (data(), which optimizers take), while parameters show their whole shapes.
   std::optional<UnitPlace> find_whole(const at::Tensor& tensor) const;
+  /// In which whole `tensor` lies, all of it or a part; of several, the first.
+  std::optional<UnitPlace> find_in_wholes(const at::Tensor& tensor) const;
   /// Which parameter `tensor` lies in, be it the slice, in whatever shape, or the whole.
   std::optional<UnitPlace> find_memory(const at::Tensor& tensor) const;
   /// Whose gradient `tensor` is itself, and no handle on it.

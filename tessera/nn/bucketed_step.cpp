@@ -335,6 +335,9 @@ void BucketedStep::launch_next() {
     for (const size_t i : slots_[bucket]) {
       if (trained_[i]) collect(i);
     }
+    for (const size_t i : slots_[bucket]) {
+      if (trained_[i] && divides_terms(bucket)) place(i).div_(ranks_of_mean_);
+    }
     if (start(bucket)) {
       under_way_.push_back(bucket);
     } else if (options_.relay) {
@@ -342,6 +345,11 @@ void BucketedStep::launch_next() {
     }
   }
   ++launched_;
+}
+
+/// For a mean, before they meet: a sum of fp16 may be beyond its range where the mean is not.
+bool BucketedStep::divides_terms(size_t bucket) const {
+  return options_.average && is_linear() && summed_dtype(parameters_[slots_[bucket].front()].tensor, options_.reduce_dtype) == at::kHalf;
 }
 
 /// Also of gradients that were not announced as final: they came in an earlier micro-batch, or not at all.
@@ -394,7 +402,7 @@ void BucketedStep::complete() {
   complete_reductions();
   exposed.reset();
   for (size_t b = 0; options_.average && b < slots_.size(); ++b) {
-    if (is_trained(b)) sum(b).div_(ranks_of_mean_);
+    if (is_trained(b) && !divides_terms(b)) sum(b).div_(ranks_of_mean_);
   }
   for (size_t i = 0; !options_.relay && i < parameters_.size(); ++i) {
     if (!trained_[i]) continue;
@@ -411,7 +419,7 @@ void BucketedStep::complete() {
     told = used_.refuse_unused_anywhere(options_.groups, own_words());
   }
   if (plain_ && told->given) refuse_given_apart();
-  if (plain_) compare(told->written);
+  if (plain_) compare(told->written, told->unlike_writes);
   see_left();
   if (options_.buffers == BufferBroadcast::EachStep) share_buffers_of_step(told);
   if (!told) used_.refuse_unused(options_.groups.front());
@@ -420,7 +428,7 @@ void BucketedStep::complete() {
 
 StepWords BucketedStep::own_words() {
   const bool shares = options_.buffers == BufferBroadcast::EachStep;
-  return {.written = were_written(), .given = drop_zeros(given_), .buffers = shares ? hash_of_buffers(module_) : 0};
+  return {.written = were_written(), .given = drop_zeros(given_), .writes = plain_ ? count_writes() : 0, .buffers = shares ? hash_of_buffers(module_) : 0};
 }
 
 /// Ranks whose buffers differ in size would bring messages of their own. Without words of the step they ask.

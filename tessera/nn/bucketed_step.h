@@ -87,6 +87,8 @@ class BucketedStep {
   virtual bool advance(size_t bucket) = 0;
   /// Lets go of it without waiting.
   virtual void drop(size_t bucket) = 0;
+  /// Whether terms that are divided come out as a sum that is.
+  virtual bool is_linear() const { return true; }
   /// Where a bucket's sum lies, or this rank's part of it.
   virtual at::Tensor sum(size_t bucket) const = 0;
   /// Makes the sum of parameter `i` its gradient, and says where that is; none where it is to have none.
@@ -101,8 +103,11 @@ class BucketedStep {
   virtual void complete_step() {}
   /// Whether parameters were written, as far as this rank sees, since gradients of it alone were left.
   virtual bool were_written() const { return false; }
-  /// Of the plain loop, when its words have been told: whether any rank saw such writes. All ranks come here, or none.
-  virtual void compare(bool /*written*/) {}
+  /// How often they were, since the last step: nn::WriteCounts.
+  virtual uint64_t count_writes() { return 0; }
+  /// Of the plain loop, when its words have been told: whether any rank saw such writes, and whether some wrote more often than others. All ranks come here, or
+  /// none.
+  virtual void compare(bool /*written*/, bool /*unlike*/) {}
   /// Undoes what a step that failed has left of parameter `i`. Must not throw.
   virtual void restore(size_t i) = 0;
   virtual void begin_pass(bool last);
@@ -168,6 +173,7 @@ class BucketedStep {
   void begin_round();
   void offer_places();
   void withdraw_places();
+  bool divides_terms(size_t bucket) const;
   bool is_awaited(size_t i) { return is_place_awaited(parameters_[i].tensor, place(i)); }
 
   void arriving(size_t i);

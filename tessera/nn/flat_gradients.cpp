@@ -283,7 +283,7 @@ StepWords UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>&
   const at::Tensor& parameter = parameters_.front().tensor;
   const auto several = std::ranges::find_if(groups, [](const comm::Group& group) { return group.size() > 1; });
   const comm::Group& own = several == groups.end() ? groups.front() : *several;
-  enum Word : int64_t { missing, first, rank, wanted, ordered, buffers, written, differs, disorder, unlike, words };
+  enum Word : int64_t { missing, first, rank, wanted, ordered, writes, buffers, written, differs, disorder, unlike_writes, unlike, words };
   Hasher hasher;
   for (size_t i = 0; i < used_.size(); ++i) {
     const std::array<bool, 2> kind{wanted_[i], wanted_[i] && forgiven_[i] && used_[i] == 0};
@@ -294,10 +294,11 @@ StepWords UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>&
   found[first] = first_missing();
   found[wanted] = static_cast<int64_t>(hasher.value());
   found[ordered] = static_cast<int64_t>(own_words.order);
+  found[writes] = static_cast<int64_t>(own_words.writes);
   found[buffers] = static_cast<int64_t>(own_words.buffers);
   constexpr int64_t by_weights = 1, by_gradients = 2;  // what was written
   found[written] = (own_words.written ? by_weights : 0) | (own_words.given ? by_gradients : 0);
-  found[differs] = found[disorder] = found[unlike] = -1;
+  found[differs] = found[disorder] = found[unlike_writes] = found[unlike] = -1;
   for (const comm::Group& group : groups) {
     if (group.size() == 1) continue;
     if (&group == &own) found[rank] = group.world_rank(group.rank());
@@ -315,6 +316,7 @@ StepWords UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>&
       };
       unlike_first(wanted, differs);
       unlike_first(ordered, disorder);
+      unlike_first(writes, unlike_writes);
       unlike_first(buffers, unlike);
       found[written] |= row[written];
     }
@@ -334,6 +336,7 @@ StepWords UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>&
   StepWords heard = own_words;
   heard.written = (found[written] & by_weights) != 0;
   heard.given = (found[written] & by_gradients) != 0;
+  heard.unlike_writes = found[unlike_writes] >= 0;
   heard.unlike_buffers = found[unlike] >= 0;
   return heard;
 }
@@ -343,11 +346,11 @@ std::vector<bool> UsedParameters::anywhere(const comm::Group& group, StepWords* 
   constexpr int32_t kGiven = 1, kFailed = 2;  // who hears of a failure hears of nothing else
   auto mine = used_;
   if (words != nullptr) {
-    const auto hash = static_cast<int32_t>(words->buffers & 0x7fffffff);
+    const auto hash = static_cast<int32_t>(words->buffers & 0x7fffffff), writes = static_cast<int32_t>(words->writes & 0x7fffffff);
     mine.insert(mine.end(), {words->failed  ? kFailed
                              : words->given ? kGiven
                                             : 0,
-                             words->written, words->unlike_buffers, hash, -hash});  // the largest of -hash is the smallest hash
+                             words->written, words->unlike_buffers, hash, -hash, writes, -writes});  // the largest of -hash is the smallest hash
   }
   at::Tensor used = at::tensor(mine, at::kInt).to(message_device(parameters_.front().tensor, group));
   comm::all_reduce(group, used, comm::Op::Max);
@@ -359,6 +362,7 @@ std::vector<bool> UsedParameters::anywhere(const comm::Group& group, StepWords* 
     words->given = told[0] == kGiven;
     words->written = told[1] != 0;
     words->unlike_buffers = told[2] != 0 || told[3] != -told[4];
+    words->unlike_writes = told[5] != -told[6];
   }
   return std::vector<bool>(all, all + used_.size());
 }

@@ -110,7 +110,9 @@ struct StepWords {
   bool failed = false;          ///< the pass ended by an exception (UsedParameters::anywhere)
   bool written = false;         ///< parameters were written after a pass that left gradients of this rank alone
   bool given = false;           ///< the program has put gradients that the step adds to
+  bool unlike_writes = false;   ///< parameters were written more often on some rank than on another
   bool unlike_buffers = false;  ///< buffers are others on some rank than on another
+  uint64_t writes = 0;          ///< nn::WriteCounts
   uint64_t buffers = 0;         ///< hash_of_buffers
   uint64_t order = 0;           ///< in which order what was reduced came, where that follows from the pass (UsedParameters::refuse_unused_anywhere)
 };

@@ -1,6 +1,7 @@
 #include "tessera/nn/gradient_guard.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -18,10 +19,21 @@ constexpr c10::DispatchKey kGuardKey = c10::DispatchKey::TESTING_ONLY_GenericWra
 
 class GuardImpl final : public c10::TensorImpl {
  public:
-  GuardImpl(c10::IntArrayRef sizes, caffe2::TypeMeta dtype, c10::Device device, std::string message)
-      : TensorImpl(c10::DispatchKeySet(kGuardKey), dtype, device), message_(std::move(message)) {
+  using Told = std::function<void(bool to_zeros)>;
+
+  GuardImpl(c10::IntArrayRef sizes, caffe2::TypeMeta dtype, c10::Device device, std::shared_ptr<const std::string> message, Told told = {})
+      : TensorImpl(c10::DispatchKeySet(kGuardKey), dtype, device), message_(std::move(message)), told_(std::move(told)) {
     set_sizes_contiguous(sizes);
     set_storage_access_should_throw();
+  }
+  ~GuardImpl() override { tell_of_end(); }
+  GuardImpl(const GuardImpl&) = delete;
+  GuardImpl& operator=(const GuardImpl&) = delete;
+
+  /// In place of the destructor, while somebody has its name (weak_intrusive_ptr).
+  void release_resources() override {
+    tell_of_end();
+    TensorImpl::release_resources();
   }
 
   /// For Tensor::data() and detach(), with which libtorch's optimizers begin.
@@ -33,15 +45,23 @@ class GuardImpl final : public c10::TensorImpl {
   }
 
   /// What kernels come to that are called past the dispatcher.
-  const c10::Storage& storage() const override { throw ConfigError(message_); }
+  const c10::Storage& storage() const override { throw ConfigError(*message_); }
 
-  const std::string& message() const { return message_; }
+  const std::shared_ptr<const std::string>& message() const { return message_; }
+  void clear() {
+    cleared = true;
+    if (told_) told_(/*to_zeros=*/true);
+  }
   bool cleared = false;
 
  private:
   const char* tensorimpl_type_name() const override { return "GradientGuard"; }
+  void tell_of_end() {
+    if (const Told told = std::exchange(told_, {})) told(/*to_zeros=*/false);
+  }
 
-  std::string message_;
+  std::shared_ptr<const std::string> message_;
+  Told told_;
 };
 
 GuardImpl* guard_of(const at::Tensor& tensor) {
@@ -70,9 +90,9 @@ void meet(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = stack->size() - op.schema().arguments().size(); found == nullptr && i < stack->size(); ++i) found = guard_among((*stack)[i]);
   invariant(found != nullptr, "an operator came to the gradient guard without one: ", name);
   const bool clears = name == "aten::zero_";
-  if (clears) found->cleared = true;
+  if (clears) found->clear();
   if (clears || name == "aten::detach_" || name == "aten::detach") return;
-  throw ConfigError(found->message());
+  throw ConfigError(*found->message());
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&meet>()); }
@@ -80,7 +100,13 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) { library.fallback(t
 }  // namespace
 
 at::Tensor make_gradient_guard(const at::Tensor& parameter, std::string message) {
-  return at::detail::make_tensor<GuardImpl>(parameter.sizes(), parameter.dtype(), parameter.device(), std::move(message));
+  return at::detail::make_tensor<GuardImpl>(parameter.sizes(), parameter.dtype(), parameter.device(), std::make_shared<const std::string>(std::move(message)));
+}
+
+at::Tensor make_gradient_guard_like(const at::Tensor& guard, std::function<void(bool to_zeros)> cleared) {
+  const auto* const like = guard_of(guard);
+  invariant(like != nullptr, "make_gradient_guard_like without a guard");
+  return at::detail::make_tensor<GuardImpl>(guard.sizes(), guard.dtype(), guard.device(), like->message(), std::move(cleared));
 }
 
 bool is_gradient_guard(const at::Tensor& gradient) { return guard_of(gradient) != nullptr; }

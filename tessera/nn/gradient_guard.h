@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <string>
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +12,10 @@ namespace tessera::nn {
 /// write it: an optimizer over the parameters, clip_grad_norm_ of libtorch. zero_grad may clear it, in both its ways. Who accumulates a gradient has to take
 /// it away before (GradientDispatcher::listen_arriving).
 at::Tensor make_gradient_guard(const at::Tensor& parameter, std::string message);
+
+/// One more like it, that tells of a clear when it happens: made zero in place (true), any number of times, or gone (false): nobody holds it any more. Who
+/// takes it away, or puts another in its place, is told as well. `cleared` must not throw.
+at::Tensor make_gradient_guard_like(const at::Tensor& guard, std::function<void(bool to_zeros)> cleared);
 
 /// Whether `gradient` is such a tensor.
 bool is_gradient_guard(const at::Tensor& gradient);

@@ -10,6 +10,7 @@
 #include <ATen/ops/ne.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/hash.h"
 #include "tessera/core/host_read.h"
 #include "tessera/nn/gradient_guard.h"
 
@@ -118,6 +119,19 @@ bool ParameterWrites::changed(const std::vector<NamedParameter>& parameters) con
     const auto found = now.find(marked.first);
     return found == now.end() || found->second.sizes() != marked.second.sizes() || host_read(found->second.ne(marked.second).any(), 0) != 0;
   });
+}
+
+uint64_t WriteCounts::take(const std::vector<NamedParameter>& parameters) {
+  Hasher hasher;
+  seen_.resize(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& tensor = parameters[i].tensor;
+    const Seen now{.version = tensor._version(), .memory = tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr};
+    const std::array<int64_t, 2> since{now.version - seen_[i].version, now.memory != seen_[i].memory ? 1 : 0};
+    hasher.update(since.data(), sizeof since);
+    seen_[i] = now;
+  }
+  return hasher.value();
 }
 
 std::string ParameterWrites::first_written(const std::vector<NamedParameter>& parameters) const {

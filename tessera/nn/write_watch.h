@@ -80,4 +80,18 @@ class ParameterWrites {
   std::map<std::string, at::Tensor> device_samples_;  ///< by device, the bytes of all that are marked there
 };
 
+/// How often each parameter was written by operators, or given other memory (set_data), since the last take(), as one number, for ranks to compare: an
+/// optimizer writes as often on all. Writes through data() and by pointers do not show.
+class WriteCounts {
+ public:
+  uint64_t take(const std::vector<NamedParameter>& parameters);
+
+ private:
+  struct Seen {
+    int64_t version;
+    const void* memory;
+  };
+  std::vector<Seen> seen_;
+};
+
 }  // namespace tessera::nn

@@ -45,7 +45,7 @@ class FormerBuffers::Recorder final : public nn::OperatorHooks {
   explicit Recorder(FormerBuffers& buffers) : buffers_(buffers) {}
   void call(nn::OperatorCall& operation) override {
     buffers_.for_each_write(operation, [&](Buffer& buffer) {
-      if (buffer.copy.defined()) return;
+      if (buffer.copy.defined()) return;  // of what it found, wherever that lies by now
       buffer.copy = copy_of(buffer.before);
       buffer.written_at = std::min(buffer.written_at, buffers_.saved_);
     });
@@ -91,7 +91,8 @@ void FormerBuffers::for_each_write(const nn::OperatorCall& operation, Visit&& vi
   const auto look = [&](const at::Tensor& written) {
     if (!written.defined() || !written.has_storage()) return;
     for (Buffer& buffer : buffers_) {
-      if (buffer.tensor.storage().unsafeGetStorageImpl() == written.storage().unsafeGetStorageImpl()) visit(buffer);
+      const bool writes_former = buffer.before.defined() && buffer.before.is_alias_of(written);
+      if (writes_former || buffer.tensor.is_alias_of(written)) visit(buffer);
     }
   };
   const auto arguments = operation.arguments();
@@ -125,7 +126,8 @@ void FormerBuffers::forward_done() {
             "' past libtorch's operators (by a collective, say), by which what it held before is lost to the second pass; let an operator write it ",
             "first (copy_ from a tensor that the collective filled), or take the module out of recompute.modules");
     const bool has_grown = replaced && buffer.before.sizes() != buffer.tensor.sizes();
-    if (written || (replaced && !has_grown)) buffer.former = written ? buffer.copy : buffer.before;
+    // What a replaced one found lies in memory that is somebody else's now, who may write it before the second pass.
+    if (written || (replaced && !has_grown)) buffer.former = written ? buffer.copy : copy_of(buffer.before);
     buffer.copy = buffer.before = at::Tensor();
     buffer.memory_after = memory_of(buffer.tensor);
     buffer.version_after = nn::version_of(buffer.tensor);
@@ -154,8 +156,9 @@ FormerBuffers::Guard::Guard(FormerBuffers& buffers) {
   for (Buffer& buffer : buffers.buffers_) {
     buffer.again = false;
     if (!buffer.former.defined()) continue;
-    // Where the buffer was given other memory since, it gets memory of the pass's own.
-    const bool same_place = lies_on(buffer.memory, buffer.tensor) && buffer.tensor.sizes() == buffer.former.sizes();
+    // Where the buffer was given other memory since, or is in the pass, which hands on what it lay on, it gets memory of the pass's own.
+    const bool moves = buffer.memory._unsafe_get_target() != buffer.memory_after._unsafe_get_target();
+    const bool same_place = !moves && lies_on(buffer.memory, buffer.tensor) && buffer.tensor.sizes() == buffer.former.sizes();
     held_.push_back({.buffer = buffer.tensor,
                      .found = uncounted(buffer.tensor),
                      .copy = same_place ? copy_of(buffer.tensor) : at::Tensor(),

@@ -56,8 +56,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
         options_(std::move(options)),
         memory_(groups_.shard),
         is_zeroed_(parameters_.size(), false),
-        is_handed_(parameters_.size(), false),
-        seen_parts_(parameters_.size()),
+        standing_(parameters_.size(), 0),
         zeroed_parts_(parameters_.size()) {
     require(options_.stage == 1 || options_.stage == 2, "zero.stage = ", options_.stage,
             ": this class shards optimizer state (1) and gradients (2); parameters are sharded by fully_shard (3)");
@@ -83,8 +82,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
 
   ~Impl() override {
     let_go();
-    for (const auto& parameter : parameters_) {
-      if (nn::is_gradient_guard(parameter.tensor.grad())) set_gradient(parameter.tensor, {});
+    for (size_t i = 0; i < guards_.size(); ++i) {
+      if (standing_[i] != 0 || parameters_[i].tensor.grad().is_same(guards_[i])) drop_guard(i);
     }
   }
 
@@ -112,7 +111,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   const std::vector<nn::NamedParameter>& shards() {
     if (active()) {
       take_replaced();
-      settle_cleared(Look::Other);
+      follow_parts();
       follow_frozen();
     }
     return shards_;
@@ -123,7 +122,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
 
   /// Also what the program itself has put there.
   void refuse_gradients_that_wait(const std::string& who) {
-    if (active()) settle_cleared(Look::BeforeUse);
+    if (active()) follow_parts();
     for (size_t i = 0; active() && i < parameters_.size(); ++i) {
       const auto& [name, tensor, aliases] = parameters_[i];
       const bool waits = synchronizes(i) && tensor.requires_grad() && tensor.grad().defined() && !nn::is_gradient_guard(tensor.grad());
@@ -262,7 +261,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   void prepare() override {
     refuse_forgotten_gather();
     take_replaced();
-    settle_cleared(Look::BeforePass);
+    follow_parts();
     if (!plain_ || starts_early()) meet_first();
     for (size_t b = 0; b < buckets_.size(); ++b) {
       if (is_trained(b) && relay() == nullptr) buckets_[b].hold_part();
@@ -270,9 +269,17 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     carry_gradients();
     follow_frozen();
     for (size_t i = 0; i < shards_.size(); ++i) {
-      if (plain_ && !trained_[i]) continue;
-      set_gradient(shards_[i].tensor, {});
-      is_handed_[i] = false;
+      if (!plain_ || trained_[i]) set_gradient(shards_[i].tensor, {});
+    }
+  }
+
+  void begin_pass(bool last) override {
+    BucketedStep::begin_pass(last);
+    for (size_t i = 0; plain_ && i < parameters_.size(); ++i) {
+      require(
+          !trained_[i] || !shards_[i].tensor.grad().defined(), "sharded data parallelism: a gradient was put on this rank's part of '", parameters_[i].name,
+          "' within an accumulation, where those of the passes under no_sync() wait whole, and nobody can tell whether it is one more or stands for them; put "
+          "it there before the first pass, or when a pass without no_sync() has completed the step");
     }
   }
 
@@ -297,54 +304,58 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   void carry_gradients() {
     const MemoryScope scope(MemoryCategory::Gradients);
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (plain_ && trained_[i] && !parameters_[i].tensor.grad().defined() && was_put(i)) show_guard(i);
       const at::Tensor& gradient = parameters_[i].tensor.grad();
       const at::Tensor& part = shards_[i].tensor.grad();
       const bool stands = trained_[i] && nn::is_gradient_guard(gradient) && part.defined();
-      is_zeroed_[i] = stands && (nn::is_cleared(gradient) || zeroed_parts_.is(i, part));
+      is_zeroed_[i] = stands && zeroed_parts_.is(i, part);
       carried_[i] = stands && !is_zeroed_[i] ? part.clone() : at::Tensor();
+      nn::arm(gradient);  // so that a clear within the step shows
       const at::Tensor& memory = buckets_[slot_of_[i].bucket].gradient_part();
       const bool outlives = !trained_[i] && part.defined() && memory.defined() && part.is_alias_of(memory);
-      if (!outlives) continue;
-      seen_parts_[i] = part.clone();
-      set_gradient(shards_[i].tensor, seen_parts_[i]);  // of a parameter that was frozen since
+      if (outlives) set_gradient(shards_[i].tensor, part.clone());  // of a parameter that was frozen since
     }
   }
 
-  enum class Look { BeforeUse, BeforePass, Other };
+  // A parameter's guard and the gradient of its part are one gradient:
+  //   none      neither is there. What the program puts on the part stays, and is `standing` from the next use on (a step, a clip, a pass)
+  //   standing  the guard is shown, by a complete step or for what was put. Put, scaled or replaced, the part's is the gradient; where the parameter is
+  //             cleared, it is at once, so that what is put or added afterwards is another one. To none: none. To zeros: zeroed
+  //   zeroed    standing; the part holds the zeros of that clear, until it is written
+  // While a step runs, what stood is carried, a guard that is left says whether the program clears it, and the parts have none.
 
-  /// A clear of the parameters, once a step of the plain loop is complete, is one of the parts, and is so once: what the program puts on a part afterwards
-  /// stays. A part with another gradient than it was last seen with may have been given that behind the clear, or before. What comes next tells: where
-  /// gradients are used (a clip, a step) they are behind it, where a backward pass comes they are what was made of the last ones before; until then it waits.
-  void settle_cleared(Look when) {
-    const c10::NoGradGuard no_grad;
+  /// The guard of parameter `i` was cleared.
+  void clear_part(size_t i, bool to_zeros) {
+    at::Tensor& part = at::Tensor(shards_[i].tensor).mutable_grad();
+    if (!to_zeros) {
+      standing_[i] = 0;
+      part.reset();
+    } else if (part.defined()) {
+      const c10::NoGradGuard no_grad;
+      part.zero_();
+      zeroed_parts_.see(i, part);
+    }
+  }
+
+  void follow_parts() {
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (!is_handed_[i]) continue;
-      const at::Tensor& gradient = parameters_[i].tensor.grad();
-      at::Tensor part = shards_[i].tensor.grad();
-      const bool cleared = nn::is_cleared(gradient), put = was_put(i), stays = put && when == Look::BeforeUse;
-      if (put && when == Look::Other) continue;
-      if (!gradient.defined()) {
-        if (!stays) set_gradient(shards_[i].tensor, {});
-        is_handed_[i] = false;
-      } else if (cleared && part.defined() && !stays) {
-        part.zero_();
-        zeroed_parts_.see(i, part);
-      }
-      if (cleared) nn::arm(gradient);
-      if (gradient.defined() && !nn::is_gradient_guard(part)) seen_parts_[i] = part;
+      const at::Tensor& parameter = parameters_[i].tensor;
+      if (standing_[i] != 0 && !nn::is_gradient_guard(parameter.grad())) clear_part(i, /*to_zeros=*/false);  // by a program that keeps the guard
+      const at::Tensor& part = shards_[i].tensor.grad();
+      const bool was_put = part.defined() && !nn::is_gradient_guard(part) && !parameter.grad().defined();
+      if (was_put && relay() == nullptr && parameter.requires_grad() && synchronizes(i)) show_guard(i);
     }
-  }
-
-  /// Whether the part has a gradient that it was not seen with: the program's.
-  bool was_put(size_t i) const {
-    const at::Tensor& part = shards_[i].tensor.grad();
-    return part.defined() && !nn::is_gradient_guard(part) && !part.is_same(seen_parts_[i]);
   }
 
   void show_guard(size_t i) {
-    nn::arm(guards_[i]);
-    set_gradient(parameters_[i].tensor, guards_[i]);
+    const int64_t number = standing_[i] = ++num_shown_;  // before the former goes, which is nobody's clear
+    set_gradient(parameters_[i].tensor, nn::make_gradient_guard_like(guards_[i], [this, i, number, alive = std::weak_ptr(alive_)](bool to_zeros) {
+                   if (!alive.expired() && standing_[i] == number) clear_part(i, to_zeros);
+                 }));
+  }
+
+  void drop_guard(size_t i) {
+    standing_[i] = 0;
+    set_gradient(parameters_[i].tensor, {});
   }
 
   bool is_replaced(size_t i) const { return buckets_[slot_of_[i].bucket].is_replaced(slot_of_[i].slot); }
@@ -428,7 +439,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       const auto run = owned(i).first;
       carried_[i] = gradient.reshape({-1}).narrow(0, run.begin, run.size).view(shards_[i].tensor.sizes()).clone();
     }
-    set_gradient(parameters_[i].tensor, {});
+    drop_guard(i);
   }
 
   bool start(size_t bucket) override {
@@ -459,16 +470,13 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   /// None where nobody used the parameter, and none was there before: as on one process, optimizers skip it then.
   at::Tensor hand_over(size_t i, bool has_gradient) override {
     has_gradient |= is_zeroed_[i];
-    is_handed_[i] = plain_ && has_gradient;
     zeroed_parts_.see(i, {});
-    seen_parts_[i].reset();
     if (!has_gradient) {
-      set_gradient(parameters_[i].tensor, {});
+      drop_guard(i);
       return {};
     }
     show_guard(i);
     const at::Tensor part = gradient_shard(i);
-    seen_parts_[i] = part;
     set_gradient(shards_[i].tensor, part);
     return part;
   }
@@ -484,11 +492,9 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     if (!gradient.defined() || zeroed) carried_[i].reset();  // by the program
     if (zeroed || (is_zeroed_[i] && gradient.defined())) carried_[i] = at::zeros(shards_[i].tensor.sizes(), buckets_[slot_of_[i].bucket].gradient_options());
     zeroed_parts_.see(i, {});
-    seen_parts_[i] = carried_[i];
-    if (!carried_[i].defined()) return set_gradient(parameters_[i].tensor, {});
+    if (!carried_[i].defined()) return drop_guard(i);
     show_guard(i);
     set_gradient(shards_[i].tensor, std::exchange(carried_[i], {}));
-    is_handed_[i] = plain_;
   }
 
   ShardGroups groups_;
@@ -498,14 +504,15 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   std::vector<FlatBucket> buckets_;
   std::vector<Place> slot_of_;  ///< by parameter
   std::vector<nn::NamedParameter> shards_;
-  std::vector<at::Tensor> guards_;      ///< by parameter: what stands for its gradient when that lies in parts
-  std::vector<bool> is_zeroed_;         ///< by parameter: there was one, and the program has made it zero: so optimizers go on, though nobody uses it
-  std::vector<bool> is_handed_;         ///< by parameter: a step of the plain loop has left its guard and its part
-  std::vector<at::Tensor> seen_parts_;  ///< by parameter: the gradient of its part, as the wrapper has left or last seen it
-  nn::GradientWrites zeroed_parts_;     ///< those that a clear of the parameters has zeroed
-  std::vector<Mark> marks_;             ///< of a step that is complete, until its parts were brought together
-  std::vector<int64_t> late_updates_;   ///< by parameter: those that were brought together
+  std::vector<at::Tensor> guards_;     ///< by parameter: of what stands for its gradient when that lies in parts
+  std::vector<bool> is_zeroed_;        ///< by parameter: there was one, and the program has made it zero: so optimizers go on, though nobody uses it
+  std::vector<int64_t> standing_;      ///< by parameter: number of the guard that it shows; 0: none
+  int64_t num_shown_ = 0;              ///< guards
+  nn::GradientWrites zeroed_parts_;    ///< those that a clear of the parameters has zeroed
+  std::vector<Mark> marks_;            ///< of a step that is complete, until its parts were brought together
+  std::vector<int64_t> late_updates_;  ///< by parameter: those that were brought together
   bool has_started_ = false;
+  std::shared_ptr<const void> alive_ = std::make_shared<char>();  ///< for guards that a program keeps
 };
 
 ShardedDataParallel::ShardedDataParallel(torch::nn::Module& module, ShardGroups groups, ZeroOptions options)

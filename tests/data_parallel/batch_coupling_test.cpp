@@ -8,6 +8,9 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 
+#include "tessera/comm/testing.h"
+#include "tessera/nn/sync_batch_norm.h"
+
 namespace tessera {
 namespace {
 
@@ -40,6 +43,13 @@ TEST(BatchCoupling, FrozenStatisticsAreNotCoupled) {
   torch::nn::BatchNorm3d without(torch::nn::BatchNorm3dOptions(2).track_running_stats(false));
   without->eval();
   EXPECT_EQ(find_batch_coupled(*without).size(), 1u);
+  comm::run_ranks(2, [](comm::World& world) {
+    nn::SyncBatchNorm shared(torch::nn::BatchNormOptions(2).track_running_stats(false));
+    shared->synchronize(world.group());
+    EXPECT_EQ(find_batch_coupled(*shared, 2).size(), 0u);
+    shared->eval();
+    EXPECT_EQ(find_batch_coupled(*shared, 2).size(), 1u) << "each rank goes by its own samples then";
+  });
 }
 
 TEST(BatchCoupling, ReportsWhereItMatters) {

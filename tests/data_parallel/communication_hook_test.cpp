@@ -5,6 +5,7 @@
 #include "support.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/data_parallel/power_sgd.h"
 #include "tessera/memory/memory.h"
 
 namespace tessera {
@@ -106,6 +107,21 @@ TEST(CommunicationHook, TheSumInFp16DoesNotOverflow) {
       ddp.finish();
       EXPECT_NEAR(model.weight.grad()[0].item<double>(), 60000.0 * ranks, 60000.0 * ranks * 0x1p-10);
     });
+  }
+}
+
+TEST(CommunicationHook, AMeanInFp16DoesNotOverflow) {
+  const std::vector<std::function<std::shared_ptr<CommunicationHook>()>> hooks{[] { return nullptr; }, [] { return std::make_shared<Fp16Hook>(); },
+                                                                               [] { return std::make_shared<PowerSgd>(); }};
+  for (const auto& hook : hooks) {
+    for (const int ranks : {2, 3}) {
+      run_ranks(ranks, [&](World& world) {
+        Scale model(at::kHalf);
+        DistributedDataParallel ddp(model, world.group(), {.average = true, .hook = hook()});
+        (model.weight * 40000.0).sum().backward();
+        EXPECT_NEAR(model.weight.grad()[0].item<double>(), 40000.0, 40000.0 * 0x1p-10);
+      });
+    }
   }
 }
 

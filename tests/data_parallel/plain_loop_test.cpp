@@ -1105,6 +1105,64 @@ TEST(DdpPlainLoop, SumsOfAnEarlierPassAreNotCompared) {
   EXPECT_TRUE(std::ranges::none_of(recorder->records(), [](const auto& record) { return record.site == "ddp.given"; }));
 }
 
+/// As a layer does that makes its weights of the first batch it sees (ActNorm), or a program that loads them late.
+TEST(DdpPlainLoop, WritesOfOneRankAreRefusedAtItsNextStep) {
+  enum class Place : char { BehindTheStep, BeforeTheForward, BehindTheForward };
+  for (const Place place : {Place::BehindTheStep, Place::BeforeTheForward, Place::BehindTheForward}) {
+    for (const bool find_unused : {false, true}) {
+      for (const bool exchanges : {false, true}) {
+        if (place == Place::BehindTheForward && !exchanges) continue;  // autograd refuses it
+        run_ranks(3, [&](World& world) {
+          Net net;
+          DistributedDataParallel ddp(net, world.group(), {.find_unused_parameters = find_unused});
+          const auto optimizer = make_sgd(net.parameters());
+          const Batch mine = part_of(whole_batch(samples), 3, world.rank());
+          const auto write = [&] {
+            const at::NoGradGuard no_grad;
+            const at::Tensor values = net.parameters()[0].detach() + 1;
+            if (world.rank() != 1) return;
+            if (exchanges) net.parameters()[0].set_data(values);
+            if (!exchanges) at::Tensor(net.parameters()[0]).copy_(values);
+          };
+          const auto step = [&](bool writes) {
+            optimizer->zero_grad();
+            if (writes && place == Place::BeforeTheForward) write();
+            const at::Tensor loss = loss_of(net.forward(mine.x), mine.y, samples);
+            if (writes && place == Place::BehindTheForward) write();
+            loss.backward();
+            optimizer->step();
+            if (writes && place == Place::BehindTheStep) write();
+          };
+          step(false);
+          step(false);
+          const bool refused_later = place == Place::BehindTheStep;
+          if (refused_later) step(true);
+          EXPECT_THAT(refusal([&] { step(!refused_later); }), HasSubstr("some ranks wrote parameters more often than others since the last step"));
+        });
+      }
+    }
+  }
+}
+
+/// One rank's evaluation by averaged weights, which it puts back.
+TEST(DdpPlainLoop, WritesOfOneRankThatLeaveItsWeightsAsTheyWereAreFine) {
+  run_ranks(2, [](World& world) {
+    Net net;
+    DistributedDataParallel ddp(net, world.group());
+    const auto optimizer = make_sgd(net.parameters());
+    for (int step = 0; step < 4; ++step) {
+      optimizer->zero_grad();
+      EXPECT_NO_THROW(backward(net, part_of(whole_batch(samples), 2, world.rank())));
+      optimizer->step();
+      if (world.rank() != 0) continue;
+      const at::NoGradGuard no_grad;
+      const at::Tensor kept = net.parameters()[0].clone();
+      at::Tensor(net.parameters()[0]).zero_();
+      at::Tensor(net.parameters()[0]).copy_(kept);
+    }
+  });
+}
+
 TEST(DdpPlainLoop, GradientsThatWaitAreNoNorm) {
   run_ranks(2, [](World& world) {
     Net net;

@@ -321,6 +321,25 @@ TEST(FullyShard, OneRankHasTheTypesOfSeveral) {
   }
 }
 
+TEST(FullyShard, AMeanInFp16DoesNotOverflow) {
+  for (const std::optional<at::ScalarType> kept : {std::optional<at::ScalarType>(), std::optional(at::kFloat)}) {
+    for (const int ranks : {2, 3}) {
+      run_ranks(ranks, [&](World& world) {
+        torch::nn::Linear layer(4, 3);
+        layer->to(at::kHalf);
+        torch::nn::init::constant_(layer->weight, 0.5);
+        torch::nn::init::zeros_(layer->bias);
+        const auto sharded = fully_shard(layer, world.group(), {.average = true, .gradient_dtype = kept});
+        (layer->forward(at::ones({1, 4}, at::kHalf)).to(at::kFloat).sum() * 40000.0).backward();
+        for (const auto& updated : sharded->updated()) {
+          const at::Tensor gradient = updated.tensor.grad().to(at::kFloat);
+          EXPECT_TRUE(at::allclose(gradient, at::full_like(gradient, 40000), 0x1p-10)) << gradient;
+        }
+      });
+    }
+  }
+}
+
 /// `turns` times the same layer, and one more that is used once.
 struct TurnsImpl : nn::Module {
   explicit TurnsImpl(int turns) : turns(turns), first(5, 7), again(7, 7), last(7, 3) {

@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/optim/sgd.h>
 
 #include "tessera/comm/collectives.h"
 #include "tessera/fsdp/fully_shard.h"
@@ -111,6 +112,33 @@ TEST(FullyShardHybrid, AGradientFromBeforeTheWrapperIsRefusedWithOneShardToo) {
       EXPECT_THAT(refusal([&] { loss_of(net(mine.x), mine.y, samples).backward(); }), ::testing::HasSubstr("has met no other rank's"));
     }
   });
+}
+
+/// Gradients that the program has put are compared by every replica, or by none: also where one alone is within a forward, for a line of a log.
+TEST(FullyShardHybrid, AForwardOfOneReplicaAloneIsNoneOfTheOthers) {
+  for (const bool on_all : {true, false}) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      const auto sharded = fully_shard(net, comm::Group::self(), {.replicate = world.group()});
+      torch::optim::SGD optimizer(net.parameters(), 0.1);
+      const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+      const auto log = [&] {
+        if (on_all || world.rank() == 0) (void)net.forward(mine.x);
+      };
+      const auto ask = [&] { sharded->refuse_gradients_that_wait("zero_optimizer"); };  // as an optimizer does before its step
+      for (int step = 0; step < 2; ++step) {
+        loss_of(net.forward(mine.x), mine.y, samples).backward();
+        log();
+        EXPECT_NO_THROW(ask());
+        optimizer.step();
+        sharded->after_update();
+        optimizer.zero_grad();
+      }
+      for (at::Tensor parameter : net.parameters()) parameter.mutable_grad() = at::full_like(parameter.detach(), world.rank() + 1.0);
+      log();
+      EXPECT_THAT(refusal(ask), ::testing::HasSubstr("fully_shard: the program has put a gradient on '"));
+    });
+  }
 }
 
 /// No more is a gradient that the program puts there.

@@ -419,6 +419,92 @@ TEST(FullyShardLoop, WhatGoesByRowsOfTheWholeIsRefusedOnEveryRank) {
   }
 }
 
+/// Writes its weight within its forward.
+struct WritingImpl : torch::nn::Module {
+  explicit WritingImpl(std::function<void(at::Tensor)> write) : first(6, 6), last(6, 2), write(std::move(write)) {
+    register_module("first", first);
+    register_module("last", last);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = at::tanh(first(x));
+    if (write) write(last->weight);
+    return last(h);
+  }
+
+  torch::nn::Linear first, last;
+  std::function<void(at::Tensor)> write;
+};
+
+/// What is gathered is thrown away, and a handle made in a forward is one on that: what is written there is this rank's rows, or nothing.
+TEST(FullyShardLoop, AWriteToWhatIsGatheredIsThatOfOneProcessOrRefusedByName) {
+  struct Write {
+    std::string name;
+    bool records;  ///< gradients
+    bool refused;
+    std::function<void(at::Tensor)> write;
+  };
+  const std::vector<Write> writes{
+      {"clamp_", true, true, [](const at::Tensor& w) { w.data().clamp_(-0.1, 0.1); }},
+      {"clamp_", true, true, [](const at::Tensor& w) { w.detach().clamp_(-0.1, 0.1); }},
+      {"div_", true, true, [](const at::Tensor& w) { w.data().div_(w.data().norm()); }},
+      {"fill_diagonal_", true, true, [](const at::Tensor& w) { w.data().fill_diagonal_(0); }},
+      {"tril_", false, true, [](const at::Tensor& w) { w.data().tril_(); }},
+      {"fill_diagonal_", false, true, [](const at::Tensor& w) { w.detach().fill_diagonal_(0); }},
+      {"index_fill_", false, true, [](const at::Tensor& w) { w.detach().index_fill_(0, at::zeros({1}, at::kLong), 0.); }},
+      {"zero_", false, true, [](const at::Tensor& w) { w.select(0, 0).zero_(); }},
+      {"zero_", false, true, [](const at::Tensor& w) { w.data().narrow(1, 0, 2).zero_(); }},
+      {"clamp_", false, false, [](at::Tensor w) { w.clamp_(-0.1, 0.1); }},
+      {"clamp_", false, false, [](const at::Tensor& w) { w.data().clamp_(-0.1, 0.1); }},
+      {"div_", false, false, [](at::Tensor w) { w.div_(w.norm()); }},
+      {"unsqueeze_", true, false, [](const at::Tensor& w) { w.detach().unsqueeze_(0); }},
+  };
+  const auto train = [](WritingImpl& net, const at::Tensor& x) {
+    torch::optim::SGD optimizer(net.parameters(), 0.02);
+    for (int step = 0; step < 2; ++step) {
+      optimizer.zero_grad();
+      net.forward(x).square().sum().backward();
+      optimizer.step();
+    }
+  };
+  const at::Tensor x = random_tensor({6, 6}, "x");
+  for (const Write& one : writes) {
+    const auto write = [&](const at::Tensor& w) {
+      const at::AutoGradMode mode(one.records);
+      one.write(w);
+    };
+    WritingImpl whole(write);
+    train(whole, x);
+    for (const int ranks : {2, 3}) {
+      for (const std::string wrap : {"", "*"}) {
+        SCOPED_TRACE(one.name + (one.records ? ", gradients recorded, " : ", ") + std::to_string(ranks) + " ranks, wrap '" + wrap + "'");
+        run_ranks(ranks, [&](World& world) {
+          WritingImpl net(write);
+          const auto sharded = fully_shard(net, world.group(), {.wrap = wrap});
+          const at::Tensor mine = x.chunk(ranks)[world.rank()];
+          if (one.refused) {
+            EXPECT_THAT(refusal([&] { train(net, mine); }),
+                        AllOf(HasSubstr("aten::" + one.name + " "), HasSubstr("'last.weight'"), HasSubstr("between steps")));
+            return;
+          }
+          train(net, mine);
+          unshard(net);
+          for (size_t i = 0; i < net.parameters().size(); ++i) EXPECT_TRUE(at::allclose(net.parameters()[i], whole.parameters()[i], 1e-4, 1e-5)) << i;
+        });
+      }
+    }
+  }
+}
+
+/// With one shard there is nothing to gather, and all the same what is written is not the slice.
+TEST(FullyShardLoop, AWriteToWhatIsGatheredIsRefusedWithOneShardToo) {
+  run_ranks(2, [](World& world) {
+    WritingImpl net([](const at::Tensor& w) { w.data().clamp_(-0.1, 0.1); });
+    const auto sharded = fully_shard(net, comm::Group::self(), {.replicate = world.group()});
+    EXPECT_THAT(refusal([&] { net.forward(random_tensor({2, 6}, "x")); }), HasSubstr("aten::clamp_ writes 'last.weight'"));
+  });
+}
+
 /// What autograd::grad returns is whole, and of one rank's samples.
 TEST(FullyShardLoop, AGradientThatTheProgramAssignsIsRefusedByName) {
   for (const auto trigger : kBoth) {

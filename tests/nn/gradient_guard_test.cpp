@@ -55,5 +55,32 @@ TEST(GradientGuard, ZeroGradClearsItInBothWays) {
   EXPECT_FALSE(linear->weight.grad().defined());
 }
 
+/// At once, and by every way of clearing: what is done behind a clear comes behind it.
+TEST(GradientGuard, TellsOfAClearWhenItHappens) {
+  torch::nn::Linear linear(2, 3);
+  const at::Tensor guard = make_gradient_guard(linear->weight, "'weight' lies in parts");
+  std::string told;
+  const auto show = [&] { linear->weight.mutable_grad() = make_gradient_guard_like(guard, [&](bool to_zeros) { told += to_zeros ? "zeros " : "none "; }); };
+  const auto expect_told = [&](const std::string& expected) { EXPECT_EQ(std::exchange(told, {}), expected); };
+  show();
+  EXPECT_THAT(refusal([&] { linear->weight.grad().norm(); }), HasSubstr("lies in parts"));
+  expect_told("");
+  linear->zero_grad(/*set_to_none=*/false);
+  linear->zero_grad(/*set_to_none=*/false);
+  expect_told("zeros zeros ");
+  linear->zero_grad();
+  expect_told("none ");
+  show();
+  linear->weight.mutable_grad().reset();
+  expect_told("none ");
+  show();
+  const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> name(linear->weight.grad().getIntrusivePtr());
+  at::Tensor held = linear->weight.grad();
+  linear->zero_grad();
+  expect_told("");
+  held.reset();
+  expect_told("none ");
+}
+
 }  // namespace
 }  // namespace tessera::nn

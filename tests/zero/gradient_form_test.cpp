@@ -50,6 +50,23 @@ TEST(ZeroGradients, OfComplexParametersKeepTheirDtype) {
   }
 }
 
+TEST(ZeroGradients, AMeanInFp16DoesNotOverflow) {
+  for (const Way& way : ways) {
+    for (const auto& [ranks, replicas] : std::vector<std::pair<int, int>>{{2, 1}, {3, 1}, {4, 2}}) {
+      run_ranks(ranks, [&](World& world) {
+        torch::nn::Module module;
+        const at::Tensor weight = module.register_parameter("weight", at::ones({8}, at::kHalf));
+        ZeroOptions options = options_of(way);
+        options.average = true;
+        ShardedDataParallel zero(module, groups_of(world, replicas), options);
+        (weight * 40000.0).sum().backward();
+        const at::Tensor part = zero.shards()[0].tensor.grad();
+        EXPECT_TRUE(at::allclose(part, at::full_like(part, 40000.0), 0x1p-10)) << part;
+      });
+    }
+  }
+}
+
 TEST(ZeroGradients, AnOverflowOnTheNetworkIsSeen) {
   run_ranks(3, [&](World& world) {
     Net net;

@@ -1306,6 +1306,186 @@ TEST(ZeroPlainLoop, WhatWasMadeOfGradientsBeforeAClearIsCleared) {
   }
 }
 
+/// What a program that puts gradients on parts is written against, with a wrapper and without.
+struct PuttingLoop {
+  std::vector<at::Tensor> parts;  ///< held from the start, or asked for anew by `look`
+  std::function<void()> step, look;
+  std::function<void(int64_t)> backward;
+  std::function<at::Tensor(size_t, const at::Tensor&)> part_of;  ///< this rank's elements of what is like parameter i
+
+  at::Tensor like(const Net& net, size_t i) const { return part_of(i, net.parameters()[i].detach() * 0.7 + 0.3); }
+  void put(const Net& net) const {
+    for (size_t i = 0; i < parts.size(); ++i) at::Tensor(parts[i]).mutable_grad() = like(net, i);
+  }
+};
+
+void expect_parity_of_putting(const std::string& name, const std::function<void(Net&, const PuttingLoop&)>& train) {
+  Net whole;
+  const auto alone = make_sgd(whole.parameters());
+  train(whole, {.parts = whole.parameters(),
+                .step = [&] { alone->step(); },
+                .look = [] {},
+                .backward = [&](int64_t i) { backward(whole, whole_batch(samples, i)); },
+                .part_of = [](size_t, const at::Tensor& given) { return given.clone(); }});
+  for (const int ranks : {2, 3}) {
+    for (const int stage : {1, 2}) {
+      run_ranks(ranks, [&](World& world) {
+        Net net;
+        ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = stage, .sizes = small_buckets});
+        auto optimizer = zero_optimizer(zero, make_sgd);
+        PuttingLoop loop{.parts = optimizer.inner().param_groups()[0].params(),
+                         .step = [&] { optimizer.step(); },
+                         .look = [&] { (void)zero.updated(); },
+                         .backward = [&](int64_t i) { backward(net, tessera::testing_support::part_of(whole_batch(samples, i), ranks, world.rank())); }};
+        loop.part_of = [&](size_t i, const at::Tensor& given) {
+          const at::Tensor& part = loop.parts[i];
+          int64_t begin = 0;
+          for (int rank = 0; rank < world.rank(); ++rank) begin += zero.slice_on(rank, part).numel();
+          return given.reshape({-1}).narrow(0, begin, part.numel()).view(part.sizes()).clone();
+        };
+        train(net, loop);
+        EXPECT_LT(largest_difference(weights_of(net), weights_of(whole)), 10 * parity) << name << ", " << ranks << " ranks, stage " << stage;
+      });
+    }
+  }
+}
+
+/// What was put on the parts is the model's gradients, as what a pass has left: the model's next clear is theirs.
+TEST(ZeroPlainLoop, AGradientThatWasPutIsClearedAsAnyOther) {
+  for (const bool none_before : {true, false}) {
+    for (const bool none_behind : {true, false}) {
+      expect_parity_of_putting("put behind a clear", [&](Net& net, const PuttingLoop& loop) {
+        for (int64_t i = 0; i < 2; ++i) {
+          loop.backward(2 * i);
+          loop.step();
+          net.zero_grad(none_before);
+          if (i == 1) loop.look();
+          loop.put(net);
+          loop.step();
+          net.zero_grad(none_behind);
+          loop.backward(2 * i + 1);
+          loop.step();
+        }
+        net.zero_grad();
+        loop.put(net);
+        loop.step();
+        net.zero_grad(none_behind);
+        loop.step();
+      });
+    }
+  }
+  expect_parity_of_putting("by each parameter", [](Net& net, const PuttingLoop& loop) {
+    const auto clear = [&] {
+      for (at::Tensor parameter : net.parameters()) parameter.mutable_grad().reset();
+    };
+    loop.put(net);
+    loop.step();
+    clear();
+    loop.backward(0);
+    loop.step();
+    clear();
+    loop.put(net);
+    loop.step();
+    clear();
+    loop.backward(1);
+    loop.step();
+  });
+  expect_parity_of_putting("gradients of several losses", [](Net& net, const PuttingLoop& loop) {  // as PCGrad does
+    for (int64_t step = 0; step < 3; ++step) {
+      std::vector<std::vector<at::Tensor>> of;
+      for (int64_t task = 0; task < 2; ++task) {
+        net.zero_grad();
+        loop.backward(2 * step + task);
+        auto& gradients = of.emplace_back();
+        for (const at::Tensor& part : loop.parts) gradients.push_back(part.grad().clone());
+      }
+      net.zero_grad();
+      for (size_t i = 0; i < loop.parts.size(); ++i) at::Tensor(loop.parts[i]).mutable_grad() = of[0][i] * 0.4 + of[1][i] * 0.6;
+      loop.step();
+    }
+  });
+}
+
+/// A clear of the model's is one of the parts when it is made, not when somebody looks.
+TEST(ZeroPlainLoop, WhatIsPutOrAddedBehindAClearIsKeptByTheNextPassToo) {
+  for (const bool to_none : {true, false}) {
+    for (const bool looks : {true, false}) {
+      for (const bool in_place : {true, false}) {
+        for (const bool then_adds : {true, false}) {
+          expect_parity_of_putting("to none " + std::to_string(to_none), [&](Net& net, const PuttingLoop& loop) {
+            loop.backward(0);
+            loop.step();
+            net.zero_grad(to_none);
+            if (looks) loop.look();
+            for (size_t i = 0; i < loop.parts.size(); ++i) {
+              at::Tensor& gradient = at::Tensor(loop.parts[i]).mutable_grad();
+              ASSERT_EQ(gradient.defined(), !to_none);
+              if (in_place && gradient.defined()) {
+                gradient.add_(loop.like(net, i));
+              } else {
+                gradient = loop.like(net, i);
+              }
+            }
+            if (then_adds) loop.backward(1);
+            loop.step();
+          });
+        }
+      }
+    }
+  }
+}
+
+/// A program that keeps what stood in grad() has cleared it all the same.
+TEST(ZeroPlainLoop, AClearOfAGradientThatIsHeldIsOne) {
+  expect_parity_of_putting("held", [](Net& net, const PuttingLoop& loop) {
+    loop.backward(0);
+    loop.step();
+    const std::vector<at::Tensor> held = [&] {
+      std::vector<at::Tensor> gradients;
+      for (const at::Tensor& parameter : net.parameters()) gradients.push_back(parameter.grad());
+      return gradients;
+    }();
+    net.zero_grad();
+    loop.backward(1);
+    loop.step();
+  });
+}
+
+/// Between passes under no_sync() and the last one parts have no gradient, so one that is put there may mean more, or instead.
+TEST(ZeroPlainLoop, AGradientThatIsPutWithinAnAccumulationIsRefusedByName) {
+  for (const int ranks : {2, 3}) {
+    for (const bool looks : {true, false}) {
+      run_ranks(ranks, [&](World& world) {
+        Net net, other;
+        ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 2}), expected(other, {.shard = world.group()}, {.stage = 2});
+        const auto parts = zero.updated();
+        const auto put = [&] {
+          for (const auto& part : parts) at::Tensor(part.tensor).mutable_grad() = at::ones_like(part.tensor.detach());
+        };
+        const auto pass = [&](Net& of, int64_t i) { backward(of, part_of(whole_batch(samples, i), ranks, world.rank())); };
+        {
+          const Attachment local = zero.no_sync();
+          pass(net, 0);
+        }
+        put();
+        if (looks) (void)zero.updated();
+        EXPECT_THAT(refusal([&] { pass(net, 1); }), AllOf(HasSubstr("a gradient was put on this rank's part of 'scale'"), HasSubstr("no_sync")));
+        net.zero_grad();
+        for (const auto& part : parts) at::Tensor(part.tensor).mutable_grad().reset();
+        pass(net, 1);
+        pass(other, 1);
+        for (size_t i = 0; i < parts.size(); ++i) EXPECT_TRUE(at::equal(parts[i].tensor.grad(), expected.updated()[i].tensor.grad())) << i;
+        put();  // before the first pass it is one more
+        {
+          const Attachment local = zero.no_sync();
+          EXPECT_NO_THROW(pass(net, 0));
+        }
+        EXPECT_NO_THROW(pass(net, 1));
+      });
+    }
+  }
+}
+
 TEST(ZeroPlainLoop, GradientsThatWaitAreNoNorm) {
   run_ranks(2, [&](World& world) {
     Net net;
