@@ -123,7 +123,8 @@ class Columns : public nn::Interceptor {
     const at::Tensor x = inputs[0].toTensor();
     const int64_t columns = context_->cut->columns(context_->group.rank());
     // What has other columns is none of the sequence, unless somebody says that it is a part of them.
-    const bool of_sequence = x.dim() == 3 && (x.size(1) == columns || here.columns || nn::output_layout(module, x));
+    const bool of_sequence = (x.dim() == 3 && (x.size(1) == columns || here.columns || nn::output_layout(module, x))) ||
+                             (x.dim() > 3 && (x.size(1) == columns || x.size(2) == columns));  // which the module refuses
     if (!of_sequence) return next(std::move(inputs));
     here.positions = positions_on(x.device());
     here.seq_len = std::max(here.seq_len, context_->cut->length);  // what was said of a part of this rank's columns is less

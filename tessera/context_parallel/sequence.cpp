@@ -22,13 +22,12 @@ GatheredDocuments gather(const comm::Group& group, const SequenceCut& cut, const
   comm::all_gather_uneven(group, parts, document_ids);
   gathered.ids.resize(static_cast<size_t>(gathered.rows * cut.length));
   for (int rank = 0; rank < group.size(); ++rank) {
-    const std::vector<double> ids = host_read_all(parts[static_cast<size_t>(rank)], /*dry_answer=*/0);
+    const std::vector<int64_t> ids = host_read_integers(parts[static_cast<size_t>(rank)], /*dry_answer=*/0);
     const int64_t columns = cut.columns(rank);
     for (int64_t row = 0; row < gathered.rows; ++row) {
       int64_t column = row * columns;
       for (const auto& [begin, size] : cut.runs[static_cast<size_t>(rank)]) {
-        for (int64_t i = 0; i < size; ++i)
-          gathered.ids[static_cast<size_t>(row * cut.length + begin + i)] = static_cast<int64_t>(ids[static_cast<size_t>(column++)]);
+        for (int64_t i = 0; i < size; ++i) gathered.ids[static_cast<size_t>(row * cut.length + begin + i)] = ids[static_cast<size_t>(column++)];
       }
     }
   }

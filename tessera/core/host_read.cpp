@@ -51,18 +51,27 @@ double host_read(const at::Tensor& scalar, double dry_answer) {
   return value;
 }
 
-std::vector<double> host_read_all(const at::Tensor& tensor, double dry_answer) {
+namespace {
+
+template <class T>
+std::vector<T> read_all(const at::Tensor& tensor, T dry_answer) {
   invariant(tensor.defined(), "host_read_all expects a tensor");
   say_that_it_is_read(tensor);
-  if (tensor.is_meta()) return std::vector<double>(static_cast<size_t>(tensor.numel()), dry_answer);
+  if (tensor.is_meta()) return std::vector<T>(static_cast<size_t>(tensor.numel()), dry_answer);
   const at::Tensor host = [&] {
     const Reading reading_now;
-    return tensor.to(at::kCPU, at::kDouble).contiguous();
+    return tensor.to(at::kCPU, c10::CppTypeToScalarType<T>::value).contiguous();
   }();
   ReadCheck::ask();
-  const double* data = host.const_data_ptr<double>();
+  const T* data = host.const_data_ptr<T>();
   return {data, data + host.numel()};
 }
+
+}  // namespace
+
+std::vector<double> host_read_all(const at::Tensor& tensor, double dry_answer) { return read_all(tensor, dry_answer); }
+
+std::vector<int64_t> host_read_integers(const at::Tensor& tensor, int64_t dry_answer) { return read_all(tensor, dry_answer); }
 
 bool reading_on_host() { return *reading; }
 

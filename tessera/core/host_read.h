@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +14,9 @@ double host_read(const at::Tensor& scalar, double dry_answer);
 
 /// Every element of `tensor` on the host, in one transfer; `dry_answer` for each of a meta tensor's.
 std::vector<double> host_read_all(const at::Tensor& tensor, double dry_answer);
+
+/// The same of whole numbers, none of which is rounded: a double has room for those below 2^53 alone.
+std::vector<int64_t> host_read_integers(const at::Tensor& tensor, int64_t dry_answer);
 
 /// Whether this thread is in one of these reads: the operators that run then bring values to the host, and a dry run has none of them.
 bool reading_on_host();

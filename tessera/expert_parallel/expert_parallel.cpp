@@ -29,14 +29,17 @@
 #include "tessera/nn/cut_parameter.h"
 #include "tessera/nn/dry_sizes.h"
 #include "tessera/nn/experts.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/given_parts.h"
 #include "tessera/nn/kept_memory.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meanwhile.h"
 #include "tessera/nn/not_repeated.h"
 #include "tessera/nn/operator_watch.h"
+#include "tessera/nn/part_watch.h"
 #include "tessera/nn/sharing.h"
 #include "tessera/nn/weight_gradients.h"
+#include "tessera/nn/write_watch.h"
 
 // The model has sorted its rows by expert, so what goes to a rank lies together: one all-to-all, without packing. What comes lies by rank, and within that by
 // expert; a permutation of rows makes it lie by expert, which is all that the grouped product asks for. Both ways back are the same two steps mirrored, and so
@@ -134,8 +137,12 @@ at::Tensor counts_within(const at::Tensor& counts, int64_t begin, int64_t size) 
 
 class Exchanged : public nn::Interceptor {
  public:
-  Exchanged(comm::Group group, const ExpertParallelOptions& options)
-      : group_(std::move(group)), sharers_(options.sharers), same_tokens_(options.same_tokens), apart_(options.apart) {}
+  Exchanged(comm::Group group, const ExpertParallelOptions& options, const nn::GroupedExpertsImpl& here)
+      : group_(std::move(group)), sharers_(options.sharers), same_tokens_(options.same_tokens), apart_(options.apart) {
+    if (!options.watch || group_.size() == 1 || here.w1.is_meta()) return;
+    since_dealt_.mark(weights_of(here), {true, true, true});
+    for (const auto& weight : weights_of(here)) times_given_.push_back(nn::times_given(weight.tensor));
+  }
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const auto& here = static_cast<const nn::GroupedExpertsImpl&>(module);
@@ -151,6 +158,41 @@ class Exchanged : public nn::Interceptor {
   }
 
  private:
+  static constexpr int64_t kWritten = -1;  ///< what a rank tells that has written experts in place
+
+  static std::vector<nn::NamedParameter> weights_of(const nn::GroupedExpertsImpl& here) {
+    return {{"w1", here.w1, {}}, {"w2", here.w2, {}}, {"w3", here.w3, {}}};
+  }
+
+  int64_t experts_here(const nn::GroupedExpertsImpl& here) const { return here.experts() * sharers_ / group_.size(); }
+
+  /// In the first call behind the deal: whether a program has written weights in place since. A checkpoint writes what is this rank's own.
+  bool were_written(const nn::GroupedExpertsImpl& here, bool recorded) {
+    if (recorded || times_given_.empty()) return false;
+    const std::vector<nn::NamedParameter> weights = weights_of(here);
+    const std::vector<int64_t> before = std::exchange(times_given_, {});
+    const bool known =
+        std::ranges::equal(weights, before, {}, [](const auto& weight) { return nn::keeps_memory(weight.tensor) ? -1 : nn::times_given(weight.tensor); });
+    const bool written = known && (!since_dealt_.first_written(weights).empty() || since_dealt_.changed(weights));
+    since_dealt_.clear();
+    return written;
+  }
+
+  /// Where some rank has written: all may have one rank's, which has written nothing where it has sent its own.
+  void refuse_written_alike(const nn::GroupedExpertsImpl& here) const {
+    const std::vector<at::Tensor> weights{here.w1, here.w2, here.w3};
+    std::vector<int64_t> bits;
+    for (const at::Tensor& weight : weights) bits.push_back(nn::bits_of(weight));
+    const bool may_be_alike = experts_here(here) == 1 || are_copies(weights, experts_here(here));
+    const at::Tensor own = at::full({1}, may_be_alike ? 0 : nn::told_together(bits), at::TensorOptions(at::kLong).device(message_device(here.w1, group_)));
+    const at::Tensor all = at::empty({group_.size()}, own.options());
+    comm::all_gather(group_, all, own);
+    require(!nn::were_given_alike(whole_numbers(host_read_all(all, 0))), "expert_parallel: '", here.path(), "' has the same weights on every rank of ",
+            group_.name(),
+            ", and they were written since the experts were dealt: a broadcast gives all ranks one rank's experts; write the whole before "
+            "expert_parallel, or load by checkpoint::load");
+  }
+
   /// Data of another shape is no part of the experts, as far as anybody knows.
   void require_dealt(const nn::GroupedExpertsImpl& here) const {
     if (group_.size() == 1) return;
@@ -164,9 +206,9 @@ class Exchanged : public nn::Interceptor {
   /// What the other ranks of the group are to compare with their own (nn::told_of_given). A pass that is recorded for its shapes reads nothing.
   int64_t told_of(const nn::GroupedExpertsImpl& here, bool recorded) const {
     const std::vector<at::Tensor> weights{here.w1, here.w2, here.w3};
-    if (recorded || here.w1.is_meta() || std::ranges::none_of(weights, nn::was_given)) return 0;
+    if (recorded || std::ranges::none_of(weights, nn::was_given)) return 0;
     const int64_t told = nn::told_of_given(weights);
-    if (told != 0 && !are_copies(weights, here.experts() * sharers_ / group_.size())) return told;
+    if (told != 0 && !are_copies(weights, experts_here(here))) return told;
     std::ranges::for_each(weights, nn::forget_given);
     return 0;
   }
@@ -182,11 +224,16 @@ class Exchanged : public nn::Interceptor {
 
   /// `lie`: where these rows are among those of all tokens that they are a part of.
   at::Tensor through_experts(const nn::GroupedExpertsImpl& here, const at::Tensor& rows, const at::Tensor& counts, const experts::DryRows& lie,
-                             const nn::Next& next) const {
+                             const nn::Next& next) {
     if (group_.size() == 1) return next(nn::Values{rows, counts})[0].toTensor();
-    const int64_t told = told_of(here, /*recorded=*/rows.is_meta() || counts.is_meta());
+    const bool recorded = rows.is_meta() || counts.is_meta() || here.w1.is_meta();
+    const int64_t told = were_written(here, recorded) ? kWritten : told_of(here, recorded);
     const Loads loads = meet(group_, sharers_, counts, {.rows = lie, .ranks = same_tokens_.size()}, told);
-    if (told != 0) require_own_parts(here, loads.told);
+    if (std::ranges::find(loads.told, kWritten) != loads.told.end()) {
+      refuse_written_alike(here);
+    } else if (told != 0) {
+      require_own_parts(here, loads.told);
+    }
     const nn::DrySizes sizes = rows.is_meta() ? experts::dry_sizes(group_.size() / sharers_) : nn::DrySizes::Known;
     const nn::DrySizesScope scope(sizes);
     const Exchange exchange = experts::make_exchange(loads.own, loads.arriving, group_.size());
@@ -250,6 +297,8 @@ class Exchanged : public nn::Interceptor {
   int sharers_;
   comm::Group same_tokens_;
   bool apart_;
+  nn::ParameterWrites since_dealt_;
+  std::vector<int64_t> times_given_;  ///< of the weights when they were dealt, until the first call
 };
 
 /// Rows `begin` .. `begin + size` of each of `experts` blocks of `rows`, from block `first` on.
@@ -312,6 +361,7 @@ std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm:
   nn::assign_paths(module);
   Attachment attached;
   const auto alive = std::make_shared<int>();
+  std::vector<nn::NamedParameter> parts;
   for (const auto& [path, found] : nn::interceptable_modules(module, options.experts)) {
     auto* held = dynamic_cast<nn::GroupedExpertsImpl*>(found.get());
     require(held != nullptr, "expert_parallel: '", path, "' is no GroupedExperts but ", found->name(), "; give the path of the experts themselves");
@@ -324,11 +374,15 @@ std::unique_ptr<ExpertParallel> expert_parallel(torch::nn::Module& module, comm:
             " sharers do not divide; use a number of sharers that does");
     if (group.size() == 1 && options.same_tokens.size() == 1) continue;
     require_unspoken_of(*held, path, group, options.same_tokens);
-    if (group.size() > 1) cut_experts(*held, group, options.sharers, ranks_with_tokens(group, options.same_tokens));
+    if (group.size() > 1) {
+      cut_experts(*held, group, options.sharers, ranks_with_tokens(group, options.same_tokens));
+      for (const at::Tensor& weight : {held->w1, held->w2, held->w3}) parts.push_back({nn::slice_of(weight).name, weight, {}});
+    }
     nn::require_handle(*held, alive, kExpertParallel);
-    attached.add(nn::attach(*held, std::make_shared<Exchanged>(group, options)));
+    attached.add(nn::attach(*held, std::make_shared<Exchanged>(group, options, *held)));
     attached.add(nn::expect_call(*held, "expert_parallel: '" + path + "'"));
   }
+  if (options.watch && !parts.empty()) attached.add(nn::watch_parts(kExpertParallel, parts));
   return std::make_unique<ExpertParallel>(std::move(group), alive, std::move(attached));
 }
 

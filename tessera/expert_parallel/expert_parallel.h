@@ -27,6 +27,9 @@ struct ExpertParallelOptions {
   /// are delivered apart, each said to be of the rank that sent (nn::GradientSource). For whoever sums micro-batches in an order that knows no ranks
   /// (run.deterministic). Costs ranks times as many products, each so many times smaller.
   bool apart = false;
+  /// Whether draws into the experts that were dealt, norms of their gradients (nn::watch_parts), and one rank's experts that were written on all ranks before
+  /// the first call are refused. An engine that does none of these needs no watch.
+  bool watch = true;
 };
 
 /// Experts dealt over the ranks of a group (GShard, arXiv:2006.16668; Switch, arXiv:2101.03961), each rank with tokens of its own; made by expert_parallel.
@@ -42,11 +45,11 @@ struct ExpertParallelOptions {
 ///   gradients          of an expert's weights: of all tokens that came, from every rank of the group. Sum them over ranks that hold the same experts alone
 ///                      (experts_of is for the `only` of whoever synchronizes them)
 ///
-/// Refused are experts that a program has given all ranks alike since they were dealt (torch::load of one rank's file), unless a rank's are copies of one
-/// another; one expert a rank, of which nothing tells whether it is meant so, is written by copy_ or checkpoint::load. Every rank calls as often as the others,
-/// with or without tokens. Results do not depend on the number of ranks but for the order in which an expert's gradient is summed over its rows, which are in
-/// the order of ranks, and so of samples. The experts stay cut when it is destroyed, and their calls are refused from then on. What the ranks hold of them is
-/// said beside their slices, and clip_grad_norm goes by it.
+/// Refused are experts that a program has given all ranks alike since they were dealt (torch::load of one rank's file; before the first call in place, too, as
+/// a broadcast does), unless a rank's are copies of one another; draws into them; one expert a rank, of which nothing tells whether it is meant so, is written
+/// by copy_ or checkpoint::load. Every rank calls as often as the others, with or without tokens. Results do not depend on the number of ranks but for the
+/// order in which an expert's gradient is summed over its rows, which are in the order of ranks, and so of samples. The experts stay cut when it is destroyed,
+/// and their calls are refused from then on. What the ranks hold of them is said beside their slices, and clip_grad_norm goes by it.
 class ExpertParallel {
  public:
   ExpertParallel(comm::Group group, std::shared_ptr<const void> alive, Attachment attached)

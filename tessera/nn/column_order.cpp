@@ -15,8 +15,7 @@ namespace {
 
 std::vector<int64_t> read(const std::optional<at::Tensor>& tensor) {
   if (!tensor || tensor->is_meta()) return {};
-  const std::vector<double> values = host_read_all(*tensor, 0);
-  return {values.begin(), values.end()};
+  return host_read_integers(*tensor, 0);
 }
 
 struct Place {

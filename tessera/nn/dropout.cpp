@@ -29,18 +29,20 @@ at::Tensor DropoutImpl::forward(const at::Tensor& x) {
   if (bypassed(*this)) return call(*this, x);
   if (!is_training() || p == 0) return x;
   require(x.dim() >= 2, "Dropout '", path(), "': an input of shape ", x.sizes(), " has no sample and feature dimensions; it takes [B, S, D] or [B, D]");
-  return drop_by_place(x, p, path(), "@" + std::to_string(replica()), {.offset = feature_first_, .total = feature_total_});
-}
-
-void DropoutImpl::set_feature_block(int64_t first, int64_t total) {
-  feature_first_ = first;
-  feature_total_ = total;
+  const SampleContext& here = SampleScope::current();
+  return drop_by_place(x, p, path(), "@" + std::to_string(replica()), {.offset = here.first_feature, .total = here.features});
 }
 
 void DropoutImpl::pretty_print(std::ostream& stream) const { stream << "tessera::nn::Dropout(p=" << p << ")"; }
 
 at::Tensor drop_by_place(const at::Tensor& x, double p, const std::string& name, const std::string& apart, const kernels::FeatureBlock& columns) {
   const auto& context = SampleScope::current();
+  const bool counts_columns = context.seq_len > 0 || context.positions.defined() || context.first_column > 0 || context.columns;
+  require(
+      x.dim() <= 3 || !counts_columns, "Dropout '", name, "': an input of shape ", x.sizes(),
+      " has no one dimension of columns, and the sample scope says how long a sequence is, or which part of one this is (SampleContext::seq_len, positions, "
+      "context_parallel, SequenceParallel): masks would not be those of the whole. Give it [B, S, D], of heads by flatten(-2), or of weights of attention "
+      "take torch::nn::Dropout, whose masks are of the generator");
   const int64_t batch = x.size(0), sample_columns = x.numel() == 0 ? 0 : x.numel() / (batch * x.size(-1));
   const bool placed = context.step != 0 || x.is_meta();
   const CounterRng rng = placed ? CounterRng(context.seed, name + "/" + std::to_string(context.step)) : CounterRng(MaskKeys::next(), name + apart);

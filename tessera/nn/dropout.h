@@ -33,7 +33,7 @@ class DrawsMasks {
 };
 
 /// Zeroes a share p of the elements and scales the others by 1 / (1 - p) while training.
-///   x [B, S, D] or [B, D]
+///   x [B, S, D] or [B, D]; more dimensions where no sequence length, positions or part of a sequence are stated, in which their columns have no place
 /// The mask is a function of (seed and step of the SampleScope, module path, global sample, position and feature): the same in any layout, for any
 /// micro-batch size, and when the block is computed again. It is not stored: backward draws it anew.
 /// Where no scope states a step (a loop of libtorch's own), each call's mask is drawn from libtorch's default generator, and apart on the ranks of a
@@ -45,18 +45,14 @@ class DropoutImpl : public Module, public DrawsMasks {
   at::Tensor forward(const at::Tensor& x);
   void pretty_print(std::ostream& stream) const override;
 
-  /// Columns that a rank holds of a feature dimension that is split: first .. first + x.size(-1) of total. 0, 0: all.
-  void set_feature_block(int64_t first, int64_t total);
-
   double p;
-
- private:
-  int64_t feature_first_ = 0, feature_total_ = 0;
 };
 TESSERA_MODULE(Dropout);
 
 /// What a Dropout does while training, for whoever drops elements otherwise than as a module: by the place of each in the whole model's tensor, of whose last
-/// dimension x [B, ..., D] holds columns. `name` tells masks of one step apart; where no scope states a step, `name` and `apart` do.
+/// dimension x [B, ..., D] holds columns. `name` tells masks of one step apart; where no scope states a step, `name` and `apart` do. Throws ConfigError, by
+/// `name`, for more than three dimensions where the scope says how long a sequence is, or which part of one this is: [B, H, S, S] and [B, S, H, D] have
+/// columns of their own number.
 at::Tensor drop_by_place(const at::Tensor& x, double p, const std::string& name, const std::string& apart, const kernels::FeatureBlock& columns);
 
 /// Whether `module`, or something that is attached to it, draws masks.

@@ -35,8 +35,8 @@ at::Tensor make_rows(const SampleContext& context, int64_t batch, int64_t column
 
 bool SampleContext::operator==(const SampleContext& other) const {
   const auto numbers = [](const SampleContext& context) {
-    return std::tie(context.seed, context.step, context.first_sample, context.first_column, context.columns, context.seq_len, context.expected_gradient,
-                    context.valid_tokens, context.padding_size);
+    return std::tie(context.seed, context.step, context.first_sample, context.first_column, context.columns, context.seq_len, context.part,
+                    context.first_feature, context.features, context.expected_gradient, context.valid_tokens, context.padding_size);
   };
   return numbers(*this) == numbers(other) && positions.is_same(other.positions) && padding.is_same(other.padding);
 }

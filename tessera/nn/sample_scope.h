@@ -21,6 +21,15 @@ struct SampleContext {
   int64_t first_column = 0;  ///< of the tensor at hand, among those (sequence parallelism)
   std::optional<int64_t> columns = std::nullopt;  ///< that the tensor at hand has from there on, where it is a part; nothing: all
   int64_t seq_len = 0;                            ///< of whole sequences; 0: what the tensor has
+  /// What a region of a part of the sequence (sequence parallelism) has changed, which one within it is not to change again.
+  struct Part {
+    int64_t begin;    ///< by which first_column was moved
+    int64_t seq_len;  ///< before
+    int64_t of;       ///< the whole sequence's length
+    bool operator==(const Part&) const = default;
+  };
+  std::optional<Part> part = std::nullopt;
+  int64_t first_feature = 0, features = 0;  ///< of a tensor cut along its last dimension, which of how many it holds; 0, 0: all
   double expected_gradient = 1;  ///< what backward will be called with for the summed loss, 1 / valid tokens of the step: saves the fused loss a pass
   std::optional<int64_t> valid_tokens = std::nullopt;  ///< of the micro-batch, by which terms beside the loss are weighed; nothing: nobody said
   at::Tensor padding{};                                ///< bool [rows, columns] of the micro-batch: true where a column holds no token; undefined: all do

@@ -49,6 +49,12 @@ Statistics statistics_of(const comm::Group& group, const at::Tensor& rows) {
   return {common, spread / some, count};
 }
 
+/// By the samples of this rank alone, and by operators, which have second derivatives.
+at::Tensor normalized_alone(const at::Tensor& rows, double eps) {
+  const at::Tensor centered = rows - rows.mean(0);
+  return centered * at::rsqrt(centered.square().mean(0) + eps);
+}
+
 struct GroupHolder : torch::CustomClassHolder {
   explicit GroupHolder(comm::Group held) : group(std::move(held)) {}
   comm::Group group;
@@ -129,14 +135,19 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& x) {
   const at::ScalarType wide = wide_type(x);
   const at::Tensor by_channel = cast(x, wide).movedim(1, -1), rows = by_channel.reshape({-1, x.size(1)});
   at::Tensor normalized;
-  if (is_training() || !options.track_running_stats()) {
+  if (is_training()) {
     const auto [mean, variance, count] = statistics_of(group_, rows);
     // As torch::nn::BatchNorm; a device would have to be waited for.
     require(!count.is_cpu() || count.item<double>() != 1, "SyncBatchNorm '", path(),
             "': one value per channel on all ranks together has no variance; give it more samples, or set eval()");
     if (at::GradMode::is_enabled()) group_.in_backward().by_graphs = true;
-    if (is_training() && options.track_running_stats()) track(mean, variance, count);
+    if (options.track_running_stats()) track(mean, variance, count);
     normalized = NormalizeFunction::apply(rows, mean, at::rsqrt(variance + options.eps()), count, c10::make_intrusive<GroupHolder>(group_));
+  } else if (!options.track_running_stats()) {
+    // As torch.nn.SyncBatchNorm: ranks need not evaluate together.
+    require(rows.size(0) != 1, "SyncBatchNorm '", path(),
+            "': in eval mode one value per channel on this rank has no variance; give it more samples, or let it track running statistics");
+    normalized = normalized_alone(rows, options.eps());
   } else {
     normalized = (rows - cast(running_mean, wide)) * at::rsqrt(cast(running_var, wide) + options.eps());
   }

@@ -14,7 +14,8 @@ using BatchNormOptions = torch::nn::BatchNormOptions;
 ///   x [N, C, ...]   any float dtype; the arithmetic is fp32, of fp64 in its own
 ///   y [N, C, ...]   in x's dtype
 /// Options, parameters (`weight`, `bias`) and buffers (`running_mean`, `running_var`, `num_batches_tracked`) are named as torch::nn::BatchNorm2d's. In
-/// eval mode it uses the running statistics and communicates nothing. Without `synchronize` the group is of one: plain batch normalization.
+/// eval mode it communicates nothing: it uses the running statistics, or where it tracks none those of this rank's samples. Without `synchronize` the group is
+/// of one: plain batch normalization.
 ///   traffic  training: one all-gather of 2 C + 1 numbers a rank forward, one all-reduce of 2 C backward
 /// The batch is what one call sees on all ranks: under gradient accumulation each micro-batch has its own statistics, and accumulation is NOT a bigger batch.
 class SyncBatchNormImpl : public Module {

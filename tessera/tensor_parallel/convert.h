@@ -14,13 +14,15 @@
 namespace tessera::tensor_parallel {
 
 struct Overlap;
+class OpenFeatures;
 
 /// What the pieces of one parallelized module share. One rank, one thread.
 struct Context {
   comm::Group group;
   int64_t sequence = 0;  ///< whole length of the sequence in the pass under way: who cuts a sequence writes it, for a part does not tell it
-  std::shared_ptr<LayoutTrace> trace = nullptr;  ///< judges the pass under way, if it is for that
-  std::shared_ptr<Overlap> overlap = nullptr;    ///< where collectives hide behind products (overlap.h)
+  std::shared_ptr<LayoutTrace> trace = nullptr;           ///< judges the pass under way, if it is for that
+  std::shared_ptr<Overlap> overlap = nullptr;             ///< where collectives hide behind products (overlap.h)
+  std::shared_ptr<OpenFeatures> open_features = nullptr;  ///< where a dropout may lie between two layers
 };
 
 /// Dimension along which a tensor of tokens is cut for Sequence: 1 of [B, S, D] and of ids [B, S], 0 of ids [S] and of what is looked up for them, [S, D].

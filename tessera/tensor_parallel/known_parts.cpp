@@ -133,7 +133,53 @@ void KnownParts::look_after_term(Part& part, const at::Tensor& parameter) const 
 WholeParts::WholeParts(comm::Group group, const std::vector<nn::NamedParameter>& parameters, std::set<const nn::Module*> meeting,
                        std::shared_ptr<ToldParts> told)
     : group_(std::move(group)), meeting_(std::move(meeting)), told_(std::move(told)) {
-  for (const auto& parameter : parameters) parts_.emplace_back(parameter.name, parameter.tensor.getIntrusivePtr());
+  std::vector<bool> are_parts;
+  for (const auto& parameter : parameters) {
+    parts_.emplace_back(parameter.name, parameter.tensor.getIntrusivePtr());
+    times_given_.push_back(nn::times_given(parameter.tensor));
+    are_parts.push_back(is_part(parameter.tensor, group_));
+  }
+  may_be_written_ = group_.engine()->moves_data() && std::ranges::find(are_parts, true) != are_parts.end();
+  since_cut_.mark(parameters, are_parts);
+}
+
+std::vector<nn::NamedParameter> WholeParts::parameters() const {
+  std::vector<nn::NamedParameter> there;
+  for (const auto& [name, tensor] : parts_) {
+    if (auto impl = tensor.lock()) there.push_back({name, at::Tensor(std::move(impl)), {}});
+  }
+  return there;
+}
+
+/// Where a rank has written parts in place, all may hold one rank's: of a broadcast that rank has written nothing. A checkpoint writes what is this rank's own,
+/// and what another wrapper has taken may not be shown now.
+void WholeParts::refuse_what_was_written_alike(const std::vector<nn::NamedParameter>& there) {
+  std::vector<nn::NamedParameter> parts;
+  bool loaded = there.size() != parts_.size();
+  for (size_t i = 0; i < there.size() && !loaded; ++i) {
+    const at::Tensor& tensor = there[i].tensor;
+    loaded = nn::keeps_memory(tensor) || nn::times_given(tensor) != times_given_[i];
+    if (is_part(tensor, group_)) parts.push_back(there[i]);
+  }
+  const bool written = !loaded && (!since_cut_.first_written(there).empty() || since_cut_.changed(there));
+  since_cut_.clear();
+  if (parts.empty()) return;
+  const auto tell = [&](int64_t number) {
+    const at::Tensor own = at::full({1}, number, at::TensorOptions(at::kLong).device(message_device(parts.front().tensor, group_)));
+    const at::Tensor all = at::empty({group_.size()}, own.options());
+    comm::all_gather(group_, all, own);
+    const std::vector<double> told = host_read_all(all, 0);
+    return std::vector<int64_t>{told.begin(), told.end()};
+  };
+  const std::vector<int64_t> wrote = tell(written ? 1 : 0);
+  if (std::ranges::find(wrote, 1) == wrote.end()) return;
+  std::vector<int64_t> bits;
+  for (const auto& part : parts) bits.push_back(nn::bits_of(part.tensor));
+  require(
+      !nn::were_given_alike(tell(nn::told_together(bits))), "parallelize_module: '", parts.front().name,
+      "' and all other parts have the same values on every rank of ", group_.name(),
+      ", and were written since they were cut: a broadcast gives all ranks one rank's parts, and ranks that are seeded alike draw the same; write the whole "
+      "before parallelize_module (replicas = ReplicaStart::Broadcast takes rank 0's), or load by checkpoint::load");
 }
 
 nn::Values WholeParts::call(nn::Module& module, nn::Values inputs, const nn::Next& next) {
@@ -141,16 +187,15 @@ nn::Values WholeParts::call(nn::Module& module, nn::Values inputs, const nn::Nex
   const bool trains = at::GradMode::is_enabled();
   Passes& passes = trains ? training_ : evaluation_;
   if (passes.first == nullptr && (trains || meeting_.contains(&module))) passes.first = &module;
-  if (passes.first == &module && nn::is_due(++passes.count)) {
-    std::vector<nn::NamedParameter> there, shown;
-    for (const auto& [name, tensor] : parts_) {
-      auto impl = tensor.lock();
-      if (!impl) continue;
-      there.push_back({name, at::Tensor(std::move(impl)), {}});
-      if (!nn::keeps_memory(there.back().tensor)) shown.push_back(there.back());
+  if (passes.first == &module) {
+    if (std::exchange(may_be_written_, false)) refuse_what_was_written_alike(parameters());
+    if (nn::is_due(++passes.count)) {
+      const std::vector<nn::NamedParameter> there = parameters();
+      std::vector<nn::NamedParameter> shown;
+      std::ranges::copy_if(there, std::back_inserter(shown), [](const auto& parameter) { return !nn::keeps_memory(parameter.tensor); });
+      if (trains) nn::require_alike(group_, shown);
+      refuse_one_ranks_parts(group_, there, *told_);
     }
-    if (trains) nn::require_alike(group_, shown);
-    refuse_one_ranks_parts(group_, there, *told_);
   }
   return next(std::move(inputs));
 }

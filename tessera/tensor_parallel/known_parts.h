@@ -14,6 +14,7 @@
 #include "tessera/core/attachment.h"
 #include "tessera/nn/interceptor.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/nn/write_watch.h"
 
 /// What a program does to parameters whose gradients, or values, ranks have to meet for: forwards look.
 namespace tessera::tensor_parallel {
@@ -61,7 +62,8 @@ class KnownParts final : public nn::Interceptor {
 /// What a plan does not name is taken for whole, with the whole of its gradient. Around the calls of all of the plan's layers, one for all: of the layer that
 /// this rank calls first (a stage of a pipeline calls its own alone) a few calls look whether the ranks have updated it alike (nn::require_alike), and whether
 /// all have been given one rank's parts, which they look for in evaluations, too: there of a layer whose forward meets the other ranks anyway, for a program
-/// may have one rank evaluate others. Whether sharded parameters, whose slices are not shown while a forward runs, were updated alike nn::sum_terms looks.
+/// may have one rank evaluate others. The first call looks at what was written in place since the cut, before updates make others of it. Whether sharded
+/// parameters, whose slices are not shown while a forward runs, were updated alike nn::sum_terms looks.
 class WholeParts final : public nn::Interceptor {
  public:
   /// `meeting`: layers without whose forward on all ranks none ends.
@@ -78,7 +80,13 @@ class WholeParts final : public nn::Interceptor {
   comm::Group group_;
   std::set<const nn::Module*> meeting_;
   std::shared_ptr<ToldParts> told_;
+  std::vector<nn::NamedParameter> parameters() const;  ///< those that are left
+  void refuse_what_was_written_alike(const std::vector<nn::NamedParameter>& there);
+
   std::vector<std::pair<std::string, WeakTensor>> parts_;
+  std::vector<int64_t> times_given_;  ///< of each, at the cut
+  nn::ParameterWrites since_cut_;
+  bool may_be_written_ = false;  ///< whether nobody has looked yet at what was written since the cut
   Passes training_, evaluation_;
 };
 

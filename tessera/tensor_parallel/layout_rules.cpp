@@ -335,9 +335,11 @@ std::optional<Cut> rope(const RuleCall& call) {
   return cut;
 }
 
-/// Of the part of a sequence the module knows which it is (nn::Dropout under SequenceParallel).
+/// Of the part of a sequence the module knows which it is (nn::Dropout under SequenceParallel), and of features that are the last dimension.
 std::optional<Cut> dropout(const RuleCall& call) {
-  call.refuse(": the mask of a part is known along the sequence alone; put nn::Dropout where all is whole, or give it the style SequenceParallel");
+  call.refuse(
+      ": the mask of a part is known along the sequence, and of features that are the last dimension (flatten(-2) of heads); put nn::Dropout there, or where "
+      "all is whole, or give it the style SequenceParallel");
 }
 
 /// Of `self` only dtype and device count.

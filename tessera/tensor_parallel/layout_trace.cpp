@@ -143,6 +143,12 @@ void LayoutTrace::agrees(const std::string& path, const at::Tensor& tensor, Tens
           held == layout && known ? dimension(known->cut) : "", "; correct its Gives, or the styles of the layers inside");
 }
 
+Cut LayoutTrace::features_of(const at::Tensor& tensor) const {
+  const Known* known = find(tensor);
+  const bool is_last = known != nullptr && known->followed && known->layout == Features && known->cut.dim == tensor.dim() - 1;
+  return is_last ? known->cut : Cut{};
+}
+
 Cut LayoutTrace::takes_heads(const std::string& path, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
   const auto is_features = [&](const at::Tensor& tensor) { return layout_of(tensor) == Features; };
   if (!is_features(q) && !is_features(k) && !is_features(v)) return {};

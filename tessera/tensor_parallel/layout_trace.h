@@ -34,6 +34,8 @@ class LayoutTrace final : public nn::OperatorHooks {
   void takes_features(const std::string& path, const at::Tensor& tensor, const std::vector<FeatureShare>& shares) const;
   /// The plan says that `path` gives `tensor` as `layout`, cut in `dim`. Throws ConfigError where it is something else.
   void agrees(const std::string& path, const at::Tensor& tensor, TensorLayout layout, int64_t dim) const;
+  /// How the last dimension of `tensor` is cut; undefined where it is not, or by other than features.
+  Cut features_of(const at::Tensor& tensor) const;
   /// The attention core `path` takes q, k and v [B, S, H, D]: where its result is cut. Undefined where they are whole. Throws ConfigError where they are not
   /// cut by heads that belong together.
   Cut takes_heads(const std::string& path, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "tessera/nn/cut_parameter.h"
+#include "tessera/tensor_parallel/open_features.h"
 #include "tessera/tensor_parallel/overlap.h"
 
 // The row-wise product is a term of a sum, so the bias is added after it, once, and the layer's own forward is told to leave it out. The column-wise one is cut
@@ -23,6 +24,9 @@ class ColumnWise : public nn::Interceptor {
       outputs = own(*context_, module.path(), TensorLayout::Features, [&] { return next(std::move(inputs)); }, shares_, style_.cut);
     }
     outputs[0] = convert(*context_, module.path(), outputs[0].toTensor(), TensorLayout::Features, style_.output, features());
+    if (context_->open_features && style_.output == TensorLayout::Features) {
+      context_->open_features->open(module.path(), outputs[0].toTensor(), shares_, context_->group.rank());
+    }
     return outputs;
   }
 
@@ -55,10 +59,15 @@ class RowWise : public nn::Interceptor {
     if (context_->trace && style_.input == TensorLayout::Features) {
       context_->trace->takes_features(module.path(), inputs[0].toTensor(), shares_);
     }
+    if (context_->open_features) context_->open_features->close(inputs[0].toTensor());
     inputs[0] = convert(*context_, module.path(), inputs[0].toTensor(), style_.input, TensorLayout::Features);
-    const at::Tensor sum = summed(linear, std::move(inputs), next);
-    if (!linear.bias.defined()) return {sum};
-    return own(*context_, module.path(), style_.output, [&] { return nn::Values{sum + nn::cast(linear.bias, sum.scalar_type())}; });
+    nn::Values outputs{summed(linear, std::move(inputs), next)};
+    if (linear.bias.defined()) {
+      const at::Tensor sum = outputs[0].toTensor();
+      outputs = own(*context_, module.path(), style_.output, [&] { return nn::Values{sum + nn::cast(linear.bias, sum.scalar_type())}; });
+    }
+    if (context_->open_features) context_->open_features->bound(outputs[0].toTensor());
+    return outputs;
   }
 
   std::optional<nn::OutputLayout> output_layout(const nn::Module&, const at::Tensor& output) const override {

@@ -17,17 +17,20 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/cut_parameter.h"
+#include "tessera/nn/dropout.h"
 #include "tessera/nn/embedding.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
 #include "tessera/nn/head.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/operators.h"
+#include "tessera/nn/part_watch.h"
 #include "tessera/nn/sharing.h"
 #include "tessera/nn/weights_in_use.h"
 #include "tessera/tensor_parallel/convert.h"
 #include "tessera/tensor_parallel/known_parts.h"
 #include "tessera/tensor_parallel/linear.h"
+#include "tessera/tensor_parallel/open_features.h"
 #include "tessera/tensor_parallel/overlap.h"
 #include "tessera/tensor_parallel/same_input.h"
 #include "tessera/tensor_parallel/sequence.h"
@@ -65,6 +68,8 @@ class Builder {
       if (!nn::slice_of(weight).is_whole()) cut_by_.emplace(weight.unsafeGetTensorImpl(), style_ + " of '" + path_ + "'");
     }
     styled_.push_back(&module);
+    const auto* const column = std::get_if<ColumnParallel>(&style);
+    gives_features_ |= column != nullptr && column->output == TensorLayout::Features;
     const auto* const row = std::get_if<RowParallel>(&style);
     if ((row != nullptr && row->output != TensorLayout::Partial) || std::holds_alternative<VocabParallelEmbedding>(style)) meeting_.insert(&module);
     attached_.add(nn::attach(module, std::move(interceptor)));
@@ -78,9 +83,11 @@ class Builder {
 
   /// Says of every parameter of `module` who holds it: what no style has cut or shared lies whole on all ranks, with the whole of its gradient, unless somebody
   /// else who deals parameters over these ranks has said it (experts).
-  std::unique_ptr<TensorParallel> finish(const torch::nn::Module& module) {
+  std::unique_ptr<TensorParallel> finish(torch::nn::Module& module) {
     module.apply([this](const std::string& path, const torch::nn::Module& one) { require_whole(one, path); });
     const auto is_ours = [this](const nn::Sharing& sharing) { return sharing.axis == context_->group.name(); };
+    follow_features(module);
+    std::vector<nn::NamedParameter> parts;
     for (const auto& parameter : nn::unique_parameters(module)) {
       if (size() == 1) break;
       if (std::ranges::any_of(nn::sharings_of(parameter.tensor), is_ours)) continue;
@@ -89,6 +96,7 @@ class Builder {
       nn::Sharing sharing = dealt ? own_part() : found == sharings_.end() ? everyone(/*is_term=*/false) : found->second;
       sharing.even = even_;
       sharing.watched = options_.watch_terms;
+      if (sharing.sets > 1) parts.push_back(parameter);
       if (sharing.sets > 1 && !dealt) {
         nn::note_dealt(parameter.tensor, {.group = context_->group, .first = sharing.first, .holders = sharing.holders, .by = kName});
       }
@@ -97,6 +105,7 @@ class Builder {
     if (options_.watch_terms && size() > 1) {
       const auto wholes = std::make_shared<WholeParts>(context_->group, nn::unique_parameters(module), meeting_, told_);
       for (nn::Module* const layer : styled_) attached_.add(nn::attach(*layer, wholes));
+      if (!parts.empty()) attached_.add(nn::watch_parts(kName, parts));
     }
     return std::make_unique<TensorParallel>(context_->group, context_, alive_, std::move(attached_));
   }
@@ -149,6 +158,18 @@ class Builder {
       check(other.empty(), "it shares a weight with ", other, ", which cuts it in another way; untie the two, or leave both whole");
       throw;
     }
+  }
+
+  /// Dropouts that the plan does not name may lie between a column-wise layer and the row-wise one behind it.
+  void follow_features(torch::nn::Module& module) {
+    if (size() == 1 || !gives_features_) return;
+    std::set<const nn::Module*> seen;
+    module.apply([&](torch::nn::Module& one) {
+      auto* const drop = dynamic_cast<nn::DropoutImpl*>(&one);
+      if (drop == nullptr || owners_.contains(drop) || !seen.insert(drop).second) return;
+      if (!context_->open_features) context_->open_features = std::make_shared<tensor_parallel::OpenFeatures>();
+      attached_.add(nn::attach(*drop, tensor_parallel::drop_features(context_)));
+    });
   }
 
   /// What no style owns computes with whole weights.
@@ -371,7 +392,8 @@ class Builder {
 
   std::shared_ptr<tensor_parallel::Context> context_;
   TensorParallelOptions options_;
-  bool embeds_;  ///< whether the plan turns ids into activations
+  bool embeds_;                  ///< whether the plan turns ids into activations
+  bool gives_features_ = false;  ///< whether a layer of the plan gives a part of its features
   std::string path_, style_;
   std::vector<nn::Module*> styled_;
   std::set<const nn::Module*> meeting_;  ///< of those, layers whose forward adds up the ranks' results
@@ -457,7 +479,7 @@ std::unique_ptr<TensorParallel> parallelize_module(torch::nn::Module& module, co
 void check_parallel_plan(torch::nn::Module& module, int ranks, const ParallelPlan& plan, const std::function<void()>& forward) {
   const auto world = comm::World::dry(ranks, /*rank=*/0, std::make_shared<comm::Recorder>());
   const auto context = std::make_shared<tensor_parallel::Context>(tensor_parallel::Context{.group = world.group()});
-  const auto parallel = carry_out(module, plan, context);
+  const auto parallel = carry_out(module, plan, context, {.watch_terms = false});  // nothing is updated
   context->trace = std::make_shared<tensor_parallel::LayoutTrace>(module);
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView as_written;

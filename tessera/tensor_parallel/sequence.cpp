@@ -20,6 +20,14 @@
 namespace tessera::tensor_parallel {
 namespace {
 
+/// Of a region further out, which is not in force here: rows of [S, D] have other places, and one around the module that cuts the sequence goes by the last.
+void leave_part(nn::SampleContext& here) {
+  here.first_column -= here.part->begin;
+  here.seq_len = here.part->seq_len;
+  here.columns = std::nullopt;
+  here.part = std::nullopt;
+}
+
 class SequencePart : public nn::Interceptor {
  public:
   explicit SequencePart(std::shared_ptr<Context> context) : context_(std::move(context)) {}
@@ -30,9 +38,12 @@ class SequencePart : public nn::Interceptor {
     if (drops && context_->sequence > 0) require_part_of_sequence(*context_, module.path(), x);
     nn::SampleContext here = nn::SampleScope::current();
     const auto [first, columns] = chunk(context_->sequence, context_->group.size(), context_->group.rank());
-    if (drops && sequence_dim(x) == 0) {
+    const bool takes_rows = drops && sequence_dim(x) == 0;
+    if (here.part && (takes_rows || here.part->of != context_->sequence)) leave_part(here);
+    if (takes_rows) {
       here.first_sample += first;  // [S, D]: dropout takes rows for samples
-    } else {
+    } else if (!here.part) {       // a region within another is in its part
+      if (context_->sequence > 0) here.part = {.begin = first, .seq_len = here.seq_len, .of = context_->sequence};
       if (here.seq_len == 0) here.seq_len = context_->sequence;
       here.first_column += first;
       if (context_->sequence > 0) here.columns = columns;

@@ -135,6 +135,8 @@ TEST(ContextParallelTest, DropsWhatOneProcessDrops) {
         EXPECT_TRUE(at::equal(own[0].eq(0), whole[0].index_select(1, columns).eq(0)));
         EXPECT_LE(difference({own[0], own[1]}, {whole[0], whole[1]}, columns), 1e-5);
         EXPECT_TRUE(at::equal(own[2], whole[2]));
+        EXPECT_THAT([&] { model->dropout(own[0].unflatten(-1, {2, 4})); },
+                    ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("has no one dimension of columns")));
       }
     });
   }

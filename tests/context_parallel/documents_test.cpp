@@ -138,6 +138,19 @@ TEST(PackedDocumentIds, ThatAreFilledAnewWithinAPassAreRefused) {
   });
 }
 
+TEST(PackedDocumentIds, AreWholeNumbersWhereADoubleWouldRoundThem) {
+  comm::run_ranks(2, [](comm::World& world) {
+    TwoCores model;
+    const auto context = context_parallel(model, world.group(), {.method = ContextMethod::AllGather}, "*");
+    const at::Tensor x = at::arange(96, at::kFloat).view({1, 6, 2, 8}).sin(), ids = at::arange(6).ge(2).to(at::kLong).unsqueeze(0);
+    const auto attended = [&](const at::Tensor& documents) {
+      context->set_cut(SequenceCut::head_tail(12, 2));
+      return model(x, documents);
+    };
+    EXPECT_TRUE(at::equal(attended(ids), attended(ids + (int64_t{1} << 60))));
+  });
+}
+
 TEST(PackedDocumentIds, AreNotGatheredAgainByARecomputation) {
   comm::run_ranks(2, [](comm::World& world) {
     const Counted counted(world);

@@ -8,6 +8,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/init.h>
 
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
@@ -184,6 +185,31 @@ TEST(ExpertParallel, OneRanksExpertsOnAllRanksAreRefused) {
       train();       // nor what one rank alone was given
       give(copies);  // a layer that all experts begin as
       train();
+    });
+  }
+}
+
+/// As a port does that deals first, and draws or sends afterwards.
+TEST(ExpertParallel, ExpertsThatAreDrawnOrSentAfterTheDealAreRefused) {
+  for (const int per_rank : {1, 2}) {
+    run_ranks(2, [&](World& world) {
+      MixtureFeedForward mixture =
+          on_meta_mixture({.family = "mixtral", .dim = kDim, .layers = 1, .heads = 2, .ffn_dim = 8, .experts = 2 * per_rank, .experts_per_token = 2});
+      draw(mixture);
+      const auto parallel = expert_parallel(*mixture, world.group());
+      const auto experts = nn::unique_parameters(*mixture, experts_of(*mixture, true));
+      EXPECT_THAT(refusal([&] { torch::nn::init::normal_(experts[0].tensor); }),
+                  AllOf(HasSubstr("expert_parallel: aten::normal_ was given"), HasSubstr("before expert_parallel")));
+      for (const auto& [name, tensor, aliases] : experts) {
+        const at::Tensor handle = tensor.data();
+        comm::broadcast(world.group(), handle, 0);
+      }
+      const auto forward = [&] {
+        const at::NoGradGuard no_grad;
+        (void)mixture(numbers(5, world.rank()));
+      };
+      if (per_rank == 1) return forward();  // which may be meant so
+      EXPECT_THAT(refusal(forward), AllOf(HasSubstr("has the same weights on every rank"), HasSubstr("were written since the experts were dealt")));
     });
   }
 }

@@ -18,6 +18,11 @@
 namespace tessera::nn {
 namespace {
 
+TEST(ColumnOrderTest, DocumentsThatADoubleCannotTellApartStayApart) {
+  const at::Tensor ids = at::tensor({0, 0, 0, 1, 1, 1}, at::kLong).view({1, 6});
+  EXPECT_EQ(column_order(1, 6, std::nullopt, ids + (int64_t{1} << 60)).columns.rows, column_order(1, 6, std::nullopt, ids).columns.rows);
+}
+
 /// What each column of a row is.
 struct Column {
   int64_t position, document;

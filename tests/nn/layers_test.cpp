@@ -12,6 +12,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/sample_scope.h"
+#include "tests/refusal.h"
 #include "tests/test_device.h"
 
 namespace tessera::nn {
@@ -270,9 +271,11 @@ TEST(DropoutTest, MaskIsAFunctionOfTheGlobalPlace) {
   scattered.first_column = 1;
   EXPECT_TRUE(at::equal(run(scattered, x.index_select(1, scattered.positions).narrow(1, 1, 2)), expected.index_select(1, at::tensor({0, 3}, at::kLong))));
   EXPECT_FALSE(scattered == whole);
-  dropout->set_feature_block(3, features);
-  EXPECT_TRUE(at::equal(run(whole, x.narrow(2, 3, 5)), expected.narrow(2, 3, 5)));
-  dropout->set_feature_block(0, 0);
+  SampleContext some = whole;
+  some.first_feature = 3;
+  some.features = features;
+  EXPECT_TRUE(at::equal(run(some, x.narrow(2, 3, 5)), expected.narrow(2, 3, 5)));
+  EXPECT_FALSE(some == whole);
   SampleContext other = whole;
   other.step = 3;
   EXPECT_FALSE(at::equal(run(other, x), expected));
@@ -283,6 +286,25 @@ TEST(DropoutTest, MaskIsAFunctionOfTheGlobalPlace) {
   EXPECT_FALSE(at::equal(run(whole, x), expected));
   dropout->eval();
   EXPECT_TRUE(at::equal(run(whole, x), x));
+}
+
+/// Columns of [B, H, S, S] or [B, S, H, D] are not those of a sequence, and nothing tells which of the two it is.
+TEST(DropoutTest, HeadsHaveNoPlaceInASequence) {
+  Dropout dropout(0.5);
+  const at::Tensor x = at::ones({2, 4, 4, 8});
+  std::vector<SampleContext> placed(4, {.seed = 5, .step = 2});
+  placed[0].seq_len = 4;
+  placed[1].positions = at::arange(4, 8);
+  placed[2].first_column = 4;
+  placed[3].columns = 4;
+  for (const SampleContext& context : placed) {
+    const SampleScope scope(context);
+    EXPECT_THAT(testing_support::refusal([&] { dropout(x); }), ::testing::HasSubstr("has no one dimension of columns"));
+  }
+  EXPECT_NO_THROW(dropout(x));
+  const SampleScope scope({.seed = 5, .step = 2});
+  const at::Tensor y = dropout(x);
+  EXPECT_FALSE(at::equal(y[0], y[1]));
 }
 
 TEST(DropoutTest, BackwardDropsTheSameElements) {

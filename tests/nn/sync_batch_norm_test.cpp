@@ -98,6 +98,44 @@ TEST(SyncBatchNorm, WithoutItsStatisticsSharedGradientsDiffer) {
   EXPECT_GT(difference(x.grad(), one.x.grad().narrow(0, 0, 3)), 100 * kBound);
 }
 
+TEST(SyncBatchNorm, WithoutRunningStatisticsEvaluatesByItsOwnSamplesAsTorchDoes) {
+  const auto options = BatchNormOptions(kChannels).track_running_stats(false);
+  const at::Tensor all = values({7, kChannels, 2, 2}, "x", 5), dy = values({7, kChannels, 2, 2}, "dy");
+  const auto pass = [](auto& norm, const at::Tensor& x, const at::Tensor& slope) {
+    const at::Tensor leaf = x.clone().requires_grad_();
+    const at::Tensor y = norm(leaf);
+    (y * slope).sum().backward();
+    return std::pair(y.detach(), leaf.grad());
+  };
+  const auto on_one_device = [&](const at::Tensor& x, const at::Tensor& slope) {
+    torch::nn::BatchNorm2d norm(options);
+    set_affine(*norm);
+    return pass(norm, x, slope);
+  };
+  const auto [whole_y, whole_dx] = on_one_device(all, dy);
+  for (const int world : {2, 3}) {
+    comm::run_ranks(world, [&](comm::World& ranks) {
+      const auto [begin, size] = chunk(7, ranks.size(), ranks.rank());
+      const at::Tensor x = all.narrow(0, begin, size), slope = dy.narrow(0, begin, size);
+      SyncBatchNorm norm(options);
+      set_affine(*norm);
+      norm->synchronize(ranks.group());
+      const auto [y, dx] = pass(norm, x, slope);
+      EXPECT_LE(difference(y, whole_y.narrow(0, begin, size)), kBound);
+      EXPECT_LE(difference(dx, whole_dx.narrow(0, begin, size)), kBound);
+      norm->eval();
+      if (ranks.rank() == 0) return;  // the others evaluate without it
+      const auto [evaluated, evaluated_dx] = pass(norm, x, slope);
+      const auto [alone, alone_dx] = on_one_device(x, slope);
+      EXPECT_LE(difference(evaluated, alone), kBound);
+      EXPECT_LE(difference(evaluated_dx, alone_dx), kBound);
+      EXPECT_EQ(norm(values({0, kChannels, 2, 2}, "x")).size(0), 0);
+      EXPECT_THAT([&] { norm(values({1, kChannels}, "x")); },
+                  ::testing::ThrowsMessage<ConfigError>(::testing::HasSubstr("in eval mode one value per channel on this rank has no variance")));
+    });
+  }
+}
+
 TEST(SyncBatchNorm, IsBuiltOnMetaAndKeepsItsInputsDtype) {
   const auto norm = on_meta([] { return SyncBatchNorm(kChannels).ptr(); });
   materialize(*norm, 1, testing_support::test_device());
@@ -163,6 +201,9 @@ TEST(SyncBatchNorm, HasNoSecondDerivativeInTrainingAndSaysSo) {
   norm->eval();
   of_a_penalty();
   EXPECT_TRUE(x.grad().defined());
+  norm = SyncBatchNorm(BatchNormOptions(kChannels).track_running_stats(false));
+  norm->eval();
+  of_a_penalty();
 }
 
 }  // namespace

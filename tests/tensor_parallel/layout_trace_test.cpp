@@ -53,7 +53,7 @@ TEST(LayoutTrace, WhatMeaningForbidsIsRefused) {
   // Half of a gated layer is cut and the other is not.
   EXPECT_THAT(refusal_of_plan(without(token_net_plan(false), "gated*.w3")), HasSubstr("give the layer a style"));
   // A part of the features goes into the residual stream, and into a product.
-  EXPECT_THAT(refusal_of_plan({{"gated1.w2", ColumnParallel{}}}), HasSubstr("the mask of a part is known along the sequence alone"));
+  EXPECT_THAT(refusal_of_plan({{"gated1.w2", ColumnParallel{}}}), HasSubstr("aten::add of what 'drop1' gives, which is sharded on features"));
   EXPECT_THAT(refusal_of_plan({{"gated1.w1", ColumnParallel{}}, {"gated1.w3", ColumnParallel{}}}), HasSubstr("it needs all features"));
   // A norm on a part of the sequence, whose gradient nobody sums.
   EXPECT_THAT(refusal_of_plan(without(token_net_plan(true), "norm*")), HasSubstr("give the module the style SequenceParallel"));

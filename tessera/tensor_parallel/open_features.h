@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include "tessera/layout/feature_cut.h"
+#include "tessera/nn/interceptor.h"
+
+namespace tessera::tensor_parallel {
+
+struct Context;
+
+/// What column-wise layers gave and no row-wise layer has taken yet: of which features the tensors between the two are. One rank, one thread; holds no tensor
+/// and no graph.
+class OpenFeatures {
+ public:
+  /// Of which of all features a tensor is.
+  struct Block {
+    int64_t first = 0, all = 0;
+    bool by_rank = false;  ///< of some that its last dimension does not show; then `first` is who holds them, of `all` ranks
+  };
+
+  /// The column-wise layer `path` gave `output`, this rank's share.
+  void open(const std::string& path, const at::Tensor& output, const std::vector<FeatureShare>& shares, int rank);
+  /// A row-wise layer takes `input`, and gave `output`.
+  void close(const at::Tensor& input);
+  void bound(const at::Tensor& output);
+
+  /// Of what module `path` is given; nothing where it is not made of features that are open. Where a graph is recorded it tells; without one the module has to
+  /// lie beside the layer, and the last dimension to be as long.
+  std::optional<Block> find(const std::string& path, const at::Tensor& x) const;
+
+ private:
+  using Node = torch::autograd::Node;
+  using WeakNode = c10::weak_intrusive_ptr<Node>;
+  struct Opened {
+    std::string path;
+    std::optional<WeakNode> node;  ///< of the output, where a graph is recorded
+    int64_t dims;
+    FeatureShare share;
+    int64_t all;
+    int ranks;
+    bool taken = false;
+  };
+
+  std::vector<bool> behind(const at::Tensor& x) const;
+
+  std::vector<Opened> opened_;
+  std::vector<WeakNode> bounds_;  ///< of what row-wise layers gave: what lies behind is not of features any more
+};
+
+/// Around a Dropout: masks of features that are cut are those of one device.
+std::shared_ptr<nn::Interceptor> drop_features(std::shared_ptr<Context> context);
+
+}  // namespace tessera::tensor_parallel
