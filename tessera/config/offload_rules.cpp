@@ -1,5 +1,6 @@
 #include "tessera/config/offload_rules.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -111,10 +112,15 @@ void validate_update(const Config& config, const OffloadRanks& ranks) {
 void validate_places(const OffloadConfig& offload) {
   for (const auto& [key, places] :
        {std::pair{"params", &offload.params}, {"gradients", &offload.gradients}, {"optimizer", &offload.optimizer}, {"activations", &offload.activations}}) {
-    for (const auto& [pattern, place] : places->by_pattern) {
-      require(place != "device", "offload.", key, ": '", pattern, "' = ", place, ": what no pattern names stays on the device; take the pattern out");
-    }
+    const auto stays = [](const auto& one) { return one.second == "device"; };
+    if (places->by_pattern.empty() || !std::ranges::all_of(places->by_pattern, stays)) continue;
+    throw ConfigError(idle_exception(std::string("offload.") + key, places->by_pattern.begin()->first));
   }
+}
+
+std::string idle_exception(const std::string& key, const std::string& pattern) {
+  return detail::concat(key, ": '", pattern,
+                        "' = device: is no exception from any other pattern, and what no pattern names stays on the device; take the pattern out");
 }
 
 void validate_offload(const Config& config, const OffloadRanks& ranks) {

@@ -100,13 +100,28 @@ struct Model {
     plain = kept && (space_prefix || (newline.size() == 1 && back == probe));
     cut_at_words = plain && !before_newline && !behind_newline;
     // Behind a space, too: a model that takes away spaces at the end of what it is given would take those of each line.
-    const auto comes_apart = [&](const std::string& line) {
+    const auto comes_apart = [&](const std::string& line, const std::string& next) {
       std::vector<int32_t> halves = ids(line);
-      const std::vector<int32_t> second = ids("\nb");
+      const std::vector<int32_t> second = ids("\n" + next);
       halves.insert(halves.end(), second.begin() + (space_prefix ? 1 : 0), second.end());
-      return halves == ids(line + "\nb");
+      return halves == ids(line + "\n" + next);
     };
-    cut_at_newline = cut_at_words || (!before_newline && (newline_known || newline.empty()) && comes_apart("a") && comes_apart("a "));
+    // Without bytes, unknown pieces side by side become one unknown id: lines of words that are looked up whole may end and begin with them.
+    const auto unknown_comes_apart = [&] {
+      const std::string unknown = unknown_character();
+      return !unknown.empty() && comes_apart(unknown, unknown);
+    };
+    cut_at_newline = cut_at_words || (!before_newline && (newline_known || newline.empty()) && comes_apart("a", "b") && comes_apart("a ", "b") &&
+                                      (has_bytes || unknown_comes_apart()));
+  }
+
+  /// One of those for private use that no piece spells; none: all are known, or made into others.
+  std::string unknown_character() const {
+    for (int c = 0xe000; c < 0xf900; ++c) {
+      const std::string character{static_cast<char>(0xe0 | c >> 12), static_cast<char>(0x80 | (c >> 6 & 0x3f)), static_cast<char>(0x80 | (c & 0x3f))};
+      if (std::ranges::any_of(ids(character), [&](int32_t id) { return processor.IsUnknown(id); })) return character;
+    }
+    return {};
   }
 
   /// Of models that change their text, too: what they put in front is not in it either.

@@ -8,6 +8,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "tessera/config/offload_rules.h"
+#include "tessera/config/patterns.h"
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/attach.h"
@@ -31,27 +33,57 @@ namespace {
 struct PlacedModule {
   std::string path;
   std::shared_ptr<nn::Module> module;
-  size_t position;  ///< among all that are placed, as they stand in the model
-  bool on_disk;
+  size_t position;                    ///< among all that are moved, as they stand in the model
+  std::optional<OffloadPlace> place;  ///< nothing: they stay
 };
 
-std::vector<PlacedModule> place_modules(torch::nn::Module& root, const ActivationOffloadOptions& options) {
-  std::map<std::string, PlacedModule> placed;
-  for (const auto& [pattern, place] : options.where) {
-    const auto found = nn::interceptable_modules(root, pattern);
-    const auto moved = static_cast<size_t>(std::llround(options.fraction * static_cast<double>(found.size())));
-    for (size_t i = 0; i < moved; ++i) {
-      const auto& [path, module] = found[i];
-      auto own = std::dynamic_pointer_cast<nn::Module>(module);
-      require(placed.emplace(path, PlacedModule{path, std::move(own), 0, place == OffloadPlace::Disk}).second, "offload.activations: '", path,
-              "' is named by two patterns; name it by one");
+/// Modules, and which of the patterns names each most closely.
+struct NamedModule {
+  const OffloadedModules* by;
+  std::shared_ptr<nn::Module> module;
+};
+
+std::map<std::string, NamedModule> name_modules(torch::nn::Module& root, const ActivationOffloadOptions& options) {
+  std::map<std::string, NamedModule> named;
+  for (const auto& where : options.where) {
+    for (const auto& [path, module] : nn::interceptable_modules(root, where.modules)) {
+      const OffloadedModules*& by = named.try_emplace(path, NamedModule{&where, module}).first->second.by;
+      const auto stars = std::ranges::count(where.modules, '*'), others = std::ranges::count(by->modules, '*');
+      require(stars != others || where.place == by->place, "offload.activations: '", path, "' is named by two patterns, '", by->modules, "' and '",
+              where.modules, "', one as closely as the other; give both one place, or name it by its path");
+      if (stars < others) by = &where;
     }
   }
+  return named;
+}
+
+/// A module that stays: whether another pattern moves it, or one around it.
+bool is_exception(const std::string& path, const ActivationOffloadOptions& options) {
+  const std::vector<std::string> around = paths_to(path);
+  return std::ranges::any_of(options.where, [&](const OffloadedModules& where) {
+    return where.place && std::ranges::any_of(around, [&](const std::string& one) { return path_matches(where.modules, one); });
+  });
+}
+
+std::vector<PlacedModule> place_modules(torch::nn::Module& root, const ActivationOffloadOptions& options) {
+  const std::map<std::string, NamedModule> named = name_modules(root, options);
+  std::map<std::string, PlacedModule> placed;
+  for (const auto& where : options.where) {
+    std::vector<std::string> own;  // paths, in the order of the model
+    for (const auto& [path, module] : nn::interceptable_modules(root, where.modules)) {
+      if (named.at(path).by == &where) own.push_back(path);
+    }
+    const auto excepted = [&](const std::string& path) { return is_exception(path, options); };
+    require(where.place || std::ranges::any_of(own, excepted), idle_exception("offload.activations", where.modules));
+    if (where.place) own.resize(static_cast<size_t>(std::llround(options.fraction * static_cast<double>(own.size()))));
+    for (const std::string& path : own) placed.emplace(path, PlacedModule{path, named.at(path).module, 0, where.place});
+  }
+  size_t moved = 0;
   std::vector<PlacedModule> in_order;
   root.apply([&](const std::string& path, torch::nn::Module&) {
     const auto found = placed.find(path);
     if (found == placed.end()) return;
-    found->second.position = in_order.size();
+    if (found->second.place) found->second.position = moved++;
     in_order.push_back(found->second);
   });
   return in_order;
@@ -133,6 +165,20 @@ struct Activations {
   std::map<const c10::StorageImpl*, std::weak_ptr<ParkedStorage>> known{};  ///< by the storage that they were on
   std::weak_ptr<Departure> last{};                                          ///< of the latest call
   size_t last_position = 0;
+  bool stay = false;  ///< what is saved now, by the innermost module that is named
+};
+
+/// While it lives, what is saved stays, or not.
+class StayScope {
+ public:
+  StayScope(Activations& shared, bool stay) : shared_(shared), former_(std::exchange(shared.stay, stay)) {}
+  ~StayScope() { shared_.stay = former_; }
+  StayScope(const StayScope&) = delete;
+  StayScope& operator=(const StayScope&) = delete;
+
+ private:
+  Activations& shared_;
+  bool former_;
 };
 
 /// Serves one call.
@@ -142,7 +188,7 @@ class Parks final : public nn::SavedTensorHooks {
       : shared_(shared), stay_(stay), departure_(std::move(departure)), on_disk_(on_disk) {}
 
   std::unique_ptr<nn::SavedTensor> pack(const at::Tensor& tensor) override {
-    if (!tensor.has_storage() || tensor.layout() != at::kStrided || tensor.device().type() != shared_.depot->link.device.type()) return nullptr;
+    if (shared_.stay || !tensor.has_storage() || tensor.layout() != at::kStrided || tensor.device().type() != shared_.depot->link.device.type()) return nullptr;
     const c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
     const auto bytes = static_cast<int64_t>(storage->nbytes());
     const int64_t least = nn::DrySizesScope::now() == nn::DrySizes::Least ? 1 : shared_.min_bytes;  // it may be larger, and go
@@ -174,7 +220,7 @@ class Parks final : public nn::SavedTensorHooks {
 class Offload final : public nn::Interceptor {
  public:
   Offload(std::shared_ptr<Activations> shared, const PlacedModule& place, std::vector<at::Tensor> buffers)
-      : shared_(std::move(shared)), position_(place.position), on_disk_(place.on_disk), stay_(std::move(buffers)) {}
+      : shared_(std::move(shared)), position_(place.position), on_disk_(place.place == OffloadPlace::Disk), stay_(std::move(buffers)) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
     const bool keeps = at::GradMode::is_enabled() && module.is_training() && !nn::recomputing() && !nn::saved_tensors_are_computed_again();
@@ -187,6 +233,7 @@ class Offload final : public nn::Interceptor {
     const auto departure = std::make_shared<Departure>(follows ? shared_->last.lock() : nullptr, shared_->prefetch);
     shared_->last = departure;
     shared_->last_position = position_;
+    const StayScope leaves(*shared_, /*stay=*/false);
     const nn::SavedTensorScope scope(std::make_shared<Parks>(*shared_, stay_, departure, on_disk_));
     return next(std::move(inputs));
   }
@@ -196,6 +243,20 @@ class Offload final : public nn::Interceptor {
   size_t position_;
   bool on_disk_, knows_parameters_ = false;
   std::vector<at::Tensor> stay_;
+};
+
+/// An exception from what a module around it says.
+class Stay final : public nn::Interceptor {
+ public:
+  explicit Stay(std::shared_ptr<Activations> shared) : shared_(std::move(shared)) {}
+
+  nn::Values call(nn::Module& /*module*/, nn::Values inputs, const nn::Next& next) override {
+    const StayScope stays(*shared_, /*stay=*/true);
+    return next(std::move(inputs));
+  }
+
+ private:
+  std::shared_ptr<Activations> shared_;
 };
 
 void check(const ActivationOffloadOptions& options) {
@@ -212,12 +273,18 @@ Attachment offload_activations(torch::nn::Module& root, at::Device device, const
   offload::check(options);
   const auto shared = std::make_shared<offload::Activations>(device, options);
   const auto placed = offload::place_modules(root, options);
-  if (std::ranges::any_of(placed, &offload::PlacedModule::on_disk)) {
+  if (std::ranges::any_of(placed, [](const auto& one) { return one.place == OffloadPlace::Disk; })) {
     shared->depot->file = std::make_unique<offload::SpillFile>(options.dir, "offload.dir", options.disk, device.is_meta());
   }
   Attachment attached;
   for (const auto& place : placed) {
-    attached.add(nn::attach(*place.module, std::make_shared<offload::Offload>(shared, place, root.buffers())));
+    std::shared_ptr<nn::Interceptor> interceptor;
+    if (place.place) {
+      interceptor = std::make_shared<offload::Offload>(shared, place, root.buffers());
+    } else {
+      interceptor = std::make_shared<offload::Stay>(shared);
+    }
+    attached.add(nn::attach(*place.module, std::move(interceptor)));
     attached.add(nn::expect_call(*place.module, "offload.activations"));
   }
   return attached;

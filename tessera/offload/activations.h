@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,10 +19,10 @@ namespace tessera {
 enum class OffloadPlace { Host, Disk };
 
 /// Modules whose activations leave the device, by pattern of their paths. Where patterns name modules inside of each other, an activation goes where the
-/// innermost of them says.
+/// innermost of them says; of patterns that name one module the one with fewer '*' counts.
 struct OffloadedModules {
   std::string modules = "layers.*";
-  OffloadPlace place = OffloadPlace::Host;
+  std::optional<OffloadPlace> place = OffloadPlace::Host;  ///< nothing: they stay, as exceptions from what another pattern moves
 };
 
 struct ActivationOffloadOptions {
@@ -45,7 +46,8 @@ struct ActivationOffloadOptions {
 /// HostMemory. On Disk: on the host what is on its way, two storages out and those of the modules that are fetched in; the file has no name, so nothing of it
 /// stays whichever way the process ends. Traffic: each byte once out and once in, a pass.
 ///
-/// Throws ConfigError where a pattern matches nothing or a module cannot be intercepted, for numbers out of range, and for a `dir` that cannot be written;
+/// Throws ConfigError where a pattern matches nothing or a module cannot be intercepted, where two name a module as closely and disagree, where one that keeps
+/// modules on the device is no exception from any other, for numbers out of range, and for a `dir` that cannot be written;
 /// Error, in forward, where the disk is full, and in backward where it cannot be read.
 [[nodiscard]] Attachment offload_activations(torch::nn::Module& root, at::Device device, const ActivationOffloadOptions& options = {});
 

@@ -51,7 +51,9 @@ class HostOptimizer final : public optim::Optimizer {
   std::vector<optim::StateTensor> state_to_save() const override;
   std::vector<optim::StateTensor> state_at_hand() const override { return inner_->state_at_hand(); }
   bool needs_begin() const override { return true; }
+  bool updates_late() const override { return delayed_; }
   std::set<std::string> needs_wholes() const override { return inner_->needs_wholes(); }
+  void meet_nobody() override { inner_->meet_nobody(); }
   bool updates_in_one_pass() const override { return inner_->updates_in_one_pass(); }
   void hold_state(const std::map<std::string, int64_t>& counts) override;
   void follow_all_but(const std::set<std::string>& ahead) override;

@@ -42,6 +42,7 @@ PagedOptimizer::PagedOptimizer(const std::vector<nn::NamedParameter>& parameters
             at::IntArrayRef(slice.shape), " is cut over ranks: its ranks would have to come to the same piece together. Use an optimizer that goes element by ",
             "element (AdamW, SGD, Lion), a wrapper that leaves tensors whole, or leave the state where it is updated (optim::make_optimizer, HostOptimizer)");
   }
+  inner_->meet_nobody();
 }
 
 PagedOptimizer::~PagedOptimizer() = default;

@@ -31,6 +31,7 @@ class Adafactor : public Optimizer {
   std::string kind() const override { return "adafactor"; }
   std::vector<StateTensor> state() const override;
   bool needs_begin() const override { return true; }
+  void meet_nobody() override { model_.ranks = {}; }
 
  private:
   bool is_factored(size_t index) const { return slice(index).shape.size() >= 2; }

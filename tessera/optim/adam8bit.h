@@ -31,6 +31,7 @@ class Adam8bit : public Optimizer {
   std::string kind() const override { return "adam8bit"; }
   std::vector<StateTensor> state() const override;
   bool needs_begin() const override { return true; }
+  void meet_nobody() override { model_.ranks = {}; }
 
  private:
   /// Of one parameter that is kept in 8 bits.

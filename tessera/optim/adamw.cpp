@@ -62,6 +62,7 @@ void AdamW::update(const Batch& batch) {
   at::_foreach_add_(steps, 1);
   at::_fused_adamw_(batch.parameters, gradients, averages, squares, /*max_exp_avg_sqs=*/{}, steps, batch.lr, options_.beta1, options_.beta2, batch.weight_decay,
                     options_.eps, /*amsgrad=*/false, /*maximize=*/false, /*grad_scale=*/{}, skip);
+  count_writes(batch.parameters);
   if (skip) at::_foreach_sub_(steps, std::vector<at::Tensor>(steps.size(), skip->squeeze(0)));  // the operator left all else alone
 }
 

@@ -102,6 +102,11 @@ void Muon::take_in_unfrozen() {
   if (unfrozen > 0) rounds_ = deal_rounds();
 }
 
+void Muon::meet_nobody() {
+  model_.ranks = {};
+  rounds_ = deal_rounds();
+}
+
 void Muon::exchange(const Matrix& matrix, const at::Tensor& whole, bool out) const {
   if (!has_direction(matrix.parameter)) return;
   if (out && model_.meets() && model_.held_elsewhere.contains(matrix.parameter)) return;  // what several ranks hold alike is one rank's to add

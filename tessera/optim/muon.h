@@ -33,6 +33,7 @@ class Muon : public Optimizer {
   std::string kind() const override { return "muon"; }
   std::vector<StateTensor> state() const override { return named_state("momentum_buffer", momentum_buffer_); }
   bool needs_begin() const override { return true; }
+  void meet_nobody() override;
 
  private:
   /// Rows `first` .. `first + rows` of a parameter, which one rank makes orthogonal.

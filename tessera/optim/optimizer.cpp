@@ -129,6 +129,12 @@ void Optimizer::announce_writes() const {
   }
 }
 
+void Optimizer::count_writes(const std::vector<at::Tensor>& written) {
+  for (const at::Tensor& tensor : written) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
 void Optimizer::begin(double lr) {
   if (!needs_begin()) return;
   const c10::NoGradGuard no_grad;

@@ -89,8 +89,12 @@ class Optimizer {
   virtual void remember_counts();
   /// Whether begin() has anything to do.
   virtual bool needs_begin() const { return false; }
+  /// Whether begin() may give parameters that have no gradient an update of the step before (HostOptimizer, delayed).
+  virtual bool updates_late() const { return false; }
   /// The parameters, by logical name, whose update is not made element by element, so that of one that is cut its ranks have to meet.
   virtual std::set<std::string> needs_wholes() const;
+  /// All that needs_wholes() names is whole here: other ranks are asked nothing from now on, whatever WholeModel says of them.
+  virtual void meet_nobody() {}
   /// Whether its operators leave everything alone where a number on the device says so; otherwise the host reads it first, and waits.
   virtual bool skips_on_device() const { return false; }
 
@@ -152,6 +156,8 @@ class Optimizer {
   /// Whether update() writes parameters by pointers, which no operator shows.
   virtual bool writes_memory() const { return false; }
   void announce_writes() const;
+  /// libtorch's fused operators write and count nothing: a graph from before the update has to see that its parameters are others.
+  static void count_writes(const std::vector<at::Tensor>& written);
   /// A program may give a parameter memory of other strides (set_data, torch::load): state that kernels walk beside it is laid as `updated` lies.
   virtual void lay_state_like(size_t /*index*/, const at::Tensor& /*updated*/) {}
   static void lay_like(at::Tensor& state, const at::Tensor& updated);

@@ -63,8 +63,16 @@ std::set<std::string> Several::needs_wholes() const {
   return all;
 }
 
+void Several::meet_nobody() {
+  tell([](Optimizer& optimizer) { optimizer.meet_nobody(); });
+}
+
 bool Several::needs_begin() const {
   return std::ranges::any_of(parts_, [](const Part& part) { return part.optimizer->needs_begin(); });
+}
+
+bool Several::updates_late() const {
+  return std::ranges::any_of(parts_, [](const Part& part) { return part.optimizer->updates_late(); });
 }
 
 /// A part on the host cannot ask a device.

@@ -29,7 +29,9 @@ class Several final : public Optimizer {
   void begin(double lr) override;
   void apply(const UpdateTerms& terms) override;
   bool needs_begin() const override;
+  bool updates_late() const override;
   std::set<std::string> needs_wholes() const override;
+  void meet_nobody() override;
   bool skips_on_device() const override;
   bool updates_in_one_pass() const override;
   bool writes_rounded() const override;

@@ -28,6 +28,7 @@ void Sgd::update(const Batch& batch) {
                   /*nesterov=*/false,
                   /*maximize=*/false,
                   /*is_first_step=*/false, /*grad_scale=*/{}, skip);
+  count_writes(batch.parameters);
 }
 
 }  // namespace tessera::optim

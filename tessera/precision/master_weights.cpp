@@ -139,10 +139,11 @@ void MasterWeights::prepare(const std::vector<Batch>& batches) {
   if (inner_->needs_begin()) begin_inner(batches);
 }
 
-/// It may give masters an update of the step before (HostOptimizer, delayed), also those that sit this one out: their weights get it here.
+/// It may give masters an update of the step before (HostOptimizer, delayed), also those that sit this one out: their weights get it here. Otherwise these are
+/// not looked at, for the memory of their masters may wait elsewhere (PagedOptimizer).
 void MasterWeights::begin_inner(const std::vector<Batch>& batches) {
   std::vector<nn::WriteMark> idle(masters_.size());
-  for (size_t i = 0; i < masters_.size(); ++i) {
+  for (size_t i = 0; inner_->updates_late() && i < masters_.size(); ++i) {
     if (!is_master(masters_[i].tensor) || parameters_[i].tensor.grad().defined()) continue;
     follow(masters_[i].tensor, parameters_[i].tensor);  // what was written since is seen before an update is shown
     idle[i] = nn::WriteMark(masters_[i].tensor);

@@ -46,7 +46,9 @@ class MasterWeights final : public optim::Optimizer {
   std::vector<optim::StateTensor> state_to_save() const override { return with_masters(inner_->state_to_save()); }
   std::vector<optim::StateTensor> state_at_hand() const override { return with_masters(inner_->state_at_hand()); }
   bool needs_begin() const override { return true; }
+  bool updates_late() const override { return inner_->updates_late(); }
   std::set<std::string> needs_wholes() const override { return inner_->needs_wholes(); }
+  void meet_nobody() override { inner_->meet_nobody(); }
   bool skips_on_device() const override { return inner_->skips_on_device(); }
   bool updates_in_one_pass() const override { return inner_->updates_in_one_pass(); }
   void hold_state(const std::map<std::string, int64_t>& counts) override;

@@ -34,6 +34,25 @@ at::ScalarType compute_dtype_of(const std::string& name) {
   return name == "tf32" ? at::kFloat : dtype_of("precision.compute", name);
 }
 
+/// As precision's keys say it.
+std::string name_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "fp32";
+    case at::kBFloat16:
+      return "bf16";
+    case at::kHalf:
+      return "fp16";
+    case at::kDouble:
+      return "fp64";
+    default:
+      return c10::toString(dtype);
+  }
+}
+
+/// The value of precision.compute that `policy` is of.
+std::string compute_name(const Policy& policy) { return policy.fp8 ? "fp8" : policy.tf32 ? "tf32" : name_of(policy.compute); }
+
 void convert(const at::Tensor& parameter, at::ScalarType dtype) {
   if (!at::isFloatingType(parameter.scalar_type()) || parameter.scalar_type() == dtype) return;
   nn::set_data_of_same(parameter, parameter.detach().to(dtype));
@@ -53,8 +72,8 @@ void refuse_unheard(const torch::nn::Module& root, const Policy& policy) {
     has_parameters = true;
     heard |= policy.fp8 ? casts_its_weight(module) : dynamic_cast<const nn::Module*>(&module) != nullptr;
   });
-  require(heard || !has_parameters, "precision.compute = ", policy.fp8 ? "fp8" : c10::toString(policy.compute),
-          " beside precision.params = ", c10::toString(policy.params), ": module '", root.name(), "' has no ",
+  require(heard || !has_parameters, "precision.compute = ", compute_name(policy), " beside precision.params = ", name_of(policy.params), ": module '",
+          root.name(), "' has no ",
           policy.fp8 ? "linear layer or experts of tessera::nn, which multiply in it" : "tessera::nn::Module with parameters, which would compute in it",
           ", and plain torch::nn modules compute in the dtype of their parameters. Set params and compute to one format (bf16 both, with fp32 masters), let "
           "fully_shard gather a plain module in 16 bits (param_dtype, without cast), or build the model of tessera's layers");
@@ -72,7 +91,6 @@ void require_support(const Policy& policy, at::Device device) {
   constexpr int64_t kSize = 16;  // what tensor cores want, at least
   const c10::NoGradGuard no_grad;
   const auto options = at::TensorOptions(device);
-  const char* const wanted = policy.fp8 ? "fp8" : c10::toString(policy.compute);
   try {
     if (policy.fp8) {
       const at::Tensor x = at::ones({kSize, kSize}, options);
@@ -83,10 +101,13 @@ void require_support(const Policy& policy, at::Device device) {
     }
   } catch (const c10::OutOfMemoryError&) {
     throw;  // run.memory_limit_bytes is to be named, not a format
+  } catch (const ConfigError&) {
+    throw;  // another setting is, by itself
   } catch (const std::exception& error) {
     const std::string reason = error.what();
-    throw ConfigError(detail::concat("precision.compute = ", wanted, ": ", device, " has no such products (", reason.substr(0, reason.find('\n')),
-                                     "); set precision.compute = fp32, or another format that it has"));
+    throw ConfigError(
+        detail::concat("precision.compute = ", compute_name(policy), ": ", device, " has no such products (", reason.substr(0, reason.find('\n')),
+                       "); set precision.compute = ", policy.compute == at::kFloat ? "a format that it has" : "fp32, or another format that it has"));
   }
 }
 

@@ -150,7 +150,9 @@ void load_state(const Config& config, const ResumePoint& resume, Composition& ru
 Attachment move_activations(const Config& config, LanguageModel& model, at::Device device, const DiskBytes& disk = {}) {
   const OffloadConfig& offload = config.offload;
   if (offload.activations.is("device")) return {};
-  const auto place_of = [](const std::string& name) { return name == "disk" ? OffloadPlace::Disk : OffloadPlace::Host; };
+  const auto place_of = [](const std::string& name) {
+    return name == "device" ? std::nullopt : std::optional(name == "disk" ? OffloadPlace::Disk : OffloadPlace::Host);
+  };
   ActivationOffloadOptions options{.where = {},
                                    .fraction = offload.fraction,
                                    .min_bytes = offload.min_bytes,

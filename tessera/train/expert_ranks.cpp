@@ -38,7 +38,7 @@ std::unique_ptr<ExpertParallel> deal_experts(LanguageModel& model, const ExpertR
     for (const auto& parameter : nn::unique_parameters(model, experts_of(model, true))) nn::add_sharing(parameter.tensor, *ranks.sharing);
   }
   if (ranks.exchange.size() == 1 && ranks.same_tokens.size() == 1) return nullptr;
-  return expert_parallel(model, ranks.exchange, {.sharers = ranks.sharers, .same_tokens = ranks.same_tokens, .apart = ranks.apart});
+  return expert_parallel(model, ranks.exchange, {.sharers = ranks.sharers, .same_tokens = ranks.same_tokens, .apart = ranks.apart, .watch = false});
 }
 
 }  // namespace tessera

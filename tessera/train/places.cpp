@@ -8,6 +8,7 @@
 #include <tuple>
 #include <utility>
 
+#include "tessera/config/offload_rules.h"
 #include "tessera/config/optim_groups.h"
 #include "tessera/config/patterns.h"
 #include "tessera/core/error.h"
@@ -102,6 +103,14 @@ void check_places(const char* key, const ByPattern& places, const std::vector<nn
                                      "' ('*' is any text between two dots, '**' any number of parts)"));
   }
   for (const auto& parameter : parameters) (void)place_of(key, places, parameter);
+  for (const auto& [pattern, place] : places.by_pattern) {
+    const auto is_exception = [&](const nn::NamedParameter& parameter) {
+      const auto* const closest = named_in(key, places, parameter);
+      const auto sends = [&](const NamedPlace& other) { return other.second != "device" && closeness(other.first, parameter); };
+      return closest != nullptr && closest->first == pattern && std::ranges::any_of(places.by_pattern, sends);
+    };
+    require(place != "device" || std::ranges::any_of(parameters, is_exception), idle_exception(key, pattern));
+  }
 }
 
 void check_places(const Config& config, const std::vector<nn::NamedParameter>& parameters) {
@@ -110,10 +119,11 @@ void check_places(const Config& config, const std::vector<nn::NamedParameter>& p
   const OffloadConfig offload = settled_places(config);
   for (const auto& parameter : parameters) {
     const bool away = place_of("offload.params", offload.params, parameter) != WaitingPlace::Device;
-    require(!away || place_of("offload.optimizer", offload.optimizer, parameter) != WaitingPlace::Device, "offload.optimizer: leaves the state of '",
-            parameter.name,
-            "' on the device, and by offload.params the host's cores update it; name it in offload.optimizer as well, or leave that out, which then follows ",
-            "offload.params");
+    require(
+        !away || place_of("offload.optimizer", offload.optimizer, parameter) != WaitingPlace::Device, "offload.optimizer: leaves the state of '",
+        parameter.name,
+        "' on the device, and by offload.params the host's cores update it; send it away in offload.optimizer as well, or leave that out, which then follows ",
+        "offload.params");
   }
 }
 

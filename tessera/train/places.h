@@ -17,7 +17,8 @@ enum class WaitingPlace { Device, Host, Disk };
 /// several the one that names the innermost module counts, and of those the one with fewer '*'. Throws ConfigError where two are equal and disagree.
 WaitingPlace place_of(const char* key, const ByPattern& places, const nn::NamedParameter& parameter);
 
-/// Refuses a pattern that names none of the model's parameters, naming the nearest path, and two that disagree. Throws ConfigError.
+/// Refuses a pattern that names none of the model's parameters, naming the nearest path, two that disagree, and one that keeps on the device what no other
+/// sends elsewhere. Throws ConfigError.
 void check_places(const char* key, const ByPattern& places, const std::vector<nn::NamedParameter>& parameters);
 
 /// The same of all of [offload] that a model is trained with; and slices whose state would wait on the device that they have left. Throws ConfigError.

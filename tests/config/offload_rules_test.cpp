@@ -79,8 +79,13 @@ TEST(Validate, PatternsOfSlicesTakeTheirGradientsAndStateAlong) {
             "offload.params = { \"layers.*\" = \"host\" }: offload.gradients = host, and the host's cores update parameters, so these, their gradients and the "
             "optimizer's state lie there together; leave offload.gradients and offload.optimizer out, which then follow");
   EXPECT_THAT(with([](Config& c) { c.zero.stage = 2; }), HasSubstr("which zero.stage = 3 alone has, and zero.stage is 2; set zero.stage = 3 (one rank"));
-  EXPECT_EQ(with([](Config& c) { c.offload.params.by_pattern["head"] = c.offload.gradients.by_pattern["head"] = "device"; }),
-            "offload.params: 'head' = device: what no pattern names stays on the device; take the pattern out");
+  EXPECT_EQ(with([](Config& c) {
+              for (ByPattern* places : {&c.offload.params, &c.offload.gradients, &c.offload.optimizer}) places->by_pattern["layers.0"] = "device";
+            }),
+            "(accepted)")
+      << "an exception; the model says whether it is one";
+  EXPECT_EQ(refusal([](Config& c) { c.offload.optimizer.by_pattern = {{"head", "device"}}; }),
+            "offload.optimizer: 'head' = device: is no exception from any other pattern, and what no pattern names stays on the device; take the pattern out");
   // Said by somebody, it is not filled in, and is saved as it was said.
   Config said = config_rules::good();
   said.offload.params = layers, said.given = {"offload.optimizer"};

@@ -28,7 +28,7 @@ class ForeignModel : public testing::TestWithParam<Foreign> {
  protected:
   void SetUp() override {
     Settings settings = GetParam().settings;
-    settings.insert({{"input", folder_.write("text.txt", words(600) + "caf\u00e9 caf\u00e9 na\u00efve\n").string()},
+    settings.insert({{"input", folder_.write("text.txt", words(600) + "caf\u00e9 caf\u00e9 na\u00efve a a a a a a a a a a a a a a a a\n").string()},
                      {"model_prefix", (folder_ / "foreign").string()},
                      {"vocab_size", settings.contains("byte_fallback") ? "400" : "150"},
                      {"minloglevel", "2"}});
@@ -63,6 +63,8 @@ TEST_P(ForeignModel, GivesSentencePiecesOwnIds) {
                                           "caf\u00e9 ring\ncaf\u00e9",
                                           "\tthe\tring\n\t",
                                           "caf\u00e9 \u4e2d\n\u4e2d",
+                                          "xyzzy\nqwert\n",
+                                          "the \u4e2d \n\n \u6587ring\n\nthe\u4e2d\n",
                                           "The Ring, THE ring\nThe",
                                           "cafe\u0301 na\u0308ive \uff76\uff9e",
                                           words(20),
@@ -180,8 +182,31 @@ INSTANTIATE_TEST_SUITE_P(
                              {"remove_extra_whitespaces", "false"},
                              {"add_dummy_prefix", "false"}},
                             false},
-                    Foreign{"across_newlines_that_are_spaces", {{"model_type", "bpe"}, {"split_by_whitespace", "false"}}, false}),
+                    Foreign{"across_newlines_that_are_spaces", {{"model_type", "bpe"}, {"split_by_whitespace", "false"}}, false},
+                    // Whole words, of which those that are unknown become one, over lines as well; and single characters.
+                    Foreign{"words", {{"model_type", "word"}, {"hard_vocab_limit", "false"}}, false},
+                    Foreign{"words_in_bytes", {{"model_type", "word"}, {"hard_vocab_limit", "false"}, {"byte_fallback", "true"}}, false},
+                    Foreign{"words_with_spaces_behind", {{"model_type", "word"}, {"hard_vocab_limit", "false"}, {"treat_whitespace_as_suffix", "true"}}, false},
+                    Foreign{"characters", {{"model_type", "char"}, {"hard_vocab_limit", "false"}}, false},
+                    Foreign{"spaces_behind", {{"model_type", "unigram"}, {"treat_whitespace_as_suffix", "true"}}, false}),
     [](const auto& info) { return std::string(info.param.name); });
+
+TEST(Lines, AreCutWhereNoUnknownIdReachesOverTheirEnds) {
+  const Folder folder;
+  const auto text = folder.write("text.txt", words(600) + "a a a a a a a a a a a a a a a a\n");
+  for (const char* type : {"unigram", "bpe", "char", "word"}) {
+    for (const bool bytes : {false, true}) {
+      const std::string model = (folder / (std::string(type) + (bytes ? "_bytes" : ""))).string();
+      Settings settings{{"input", text.string()}, {"model_prefix", model}, {"minloglevel", "2"}, {"model_type", type}, {"hard_vocab_limit", "false"}};
+      settings.insert({{"vocab_size", bytes ? "400" : "100"}, {"byte_fallback", bytes ? "true" : "false"}});
+      ASSERT_TRUE(sentencepiece::SentencePieceTrainer::Train(settings).ok());
+      const auto tokenizer = Tokenizer::load(model + ".model");
+      const bool of_words = type == std::string("word");
+      if (of_words) ASSERT_TRUE(tokenizer->id_of("\u2581a")) << "that words which are known come apart says nothing of others";
+      EXPECT_EQ(tokenizer->boundary("the ring\nthe", 0), bytes || !of_words ? 8 : 12) << model;
+    }
+  }
+}
 
 TEST(UnknownIds, AreCountedAndSaidWhereTheTokenizerCannotSpellATextInBytes) {
   const Folder folder;

@@ -207,6 +207,30 @@ TEST(OffloadActivations, StaysWithinItsBudgetAndAboveItsThreshold) {
 }
 
 /// A dry run of the least or the most that a run may have there bounds what it takes on either side of the threshold.
+TEST(OffloadActivations, AnExceptionStaysWhateverIsSaidAroundIt) {
+  Net net(5);
+  const Result plain = run(net);
+  const auto away = [&](const std::vector<OffloadedModules>& where, double fraction = 1) {
+    auto options = everything();
+    options.where = where, options.fraction = fraction;
+    const auto moved = offload_activations(net, test_device(), options);
+    expect_same_bits(run(net), plain);
+    MemoryTracker memory;
+    const TrackMemory track(memory);
+    const at::Tensor y = net(input().requires_grad_());
+    return on_host(memory);
+  };
+  const auto host = OffloadPlace::Host;
+  const int64_t all = away({{"layers.*", host}}), layer = all / 5;
+  EXPECT_EQ(away({{"layers.*", host}, {"layers.1", std::nullopt}}), 4 * layer);
+  EXPECT_EQ(away({{"layers.1", std::nullopt}, {"layers.*", host}}), 4 * layer) << "in any order";
+  EXPECT_EQ(away({{"layers.*", host}, {"layers.1", std::nullopt}}, 0.5), 2 * layer) << "of those that move";
+  const int64_t less = away({{"layers.*", host}, {"layers.*.w2", std::nullopt}});
+  EXPECT_LT(less, all);
+  EXPECT_GT(less, 0) << "the rest of each layer moves";
+  EXPECT_EQ(away({{"layers.*", host}, {"layers.1", std::nullopt}, {"layers.1.w2", host}}), 4 * layer + away({{"layers.1.w2", host}})) << "inside of it, too";
+}
+
 TEST(OffloadActivations, SizesThatAreNotKnownMayLieOnEitherSideOfTheThreshold) {
   Net net(5);
   constexpr int64_t one = 3 * 8 * 4;
@@ -259,7 +283,11 @@ TEST(OffloadActivations, RefusesWhatItCannotDo) {
   Net net(2);
   const auto refused = [&](ActivationOffloadOptions options) { return refusal([&] { (void)offload_activations(net, test_device(), options); }); };
   EXPECT_THAT(refused({.where = {{"layer.*"}}}), HasSubstr("layers"));
-  EXPECT_THAT(refused({.where = {{"layers.*"}, {"layers.1"}}}), HasSubstr("'layers.1' is named by two patterns"));
+  EXPECT_THAT(refused({.where = {{"layers.1*"}, {"layers.*1", OffloadPlace::Disk}}}),
+              HasSubstr("'layers.1' is named by two patterns, 'layers.1*' and 'layers.*1'"));
+  EXPECT_THAT(refused({.where = {{"layers.1"}, {"layers.0", std::nullopt}}}), HasSubstr("'layers.0' = device: is no exception"));
+  EXPECT_THAT(refused({.where = {{"layers.1"}, {"layers.*", std::nullopt}}}), HasSubstr("'layers.*' = device: is no exception"));
+  EXPECT_THAT(refused({.where = {{"layers.*"}, {"layers.1", OffloadPlace::Host}}}), "not refused");
   EXPECT_THAT(refused({.fraction = 1.5}), HasSubstr("offload.fraction = 1.5"));
   EXPECT_THAT(refused({.prefetch = -1}), HasSubstr("offload.prefetch = -1"));
   EXPECT_THAT(refused(everything(1, OffloadPlace::Disk)), "not refused");

@@ -9,6 +9,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -168,6 +170,58 @@ TEST(PagedOptimizer, RefusesWhatLooksAtWholeTensorsWhereTheyAreCut) {
       }
     }
   });
+}
+
+/// Beside what is cut, in groups of their own, and in other pieces on each rank.
+TEST(PagedOptimizer, UpdatesWholeTensorsWithoutAWordOfOtherRanks) {
+  for (const std::string& name : {std::string("adafactor"), std::string("adam8bit"), std::string("muon")}) {
+    for (const int world : {2, 3}) {
+      SCOPED_TRACE(name);
+      const std::vector<std::vector<int64_t>> wholes{{70, 64}, {5, 3}, {9, 4}};
+      auto reference = make_parameters(wholes, testing_support::test_device());
+      std::vector<at::Tensor> start;
+      for (const auto& parameter : reference) start.push_back(parameter.tensor.detach().clone());
+      for (const auto& [parameter, tensor, aliases] : reference) nn::set_slice(tensor, Slice::whole(parameter, tensor.sizes().vec()));
+      const auto plain = optim::make_optimizer(config_of(name), reference, optim::plain_model(reference));
+      std::vector<std::vector<at::Tensor>> gradients;
+      for (int step = 0; step < 3; ++step) {
+        optim::draw_gradients(reference, step);
+        auto& drawn = gradients.emplace_back();
+        for (const auto& parameter : reference) drawn.push_back(parameter.tensor.grad());
+        plain->step(1e-2);
+      }
+      comm::run_ranks(world, [&](comm::World& ranks) {
+        const int64_t rows = ranks.rank() == 0 ? 20 : 2, first = ranks.rank() == 0 ? 0 : 18 + 2 * ranks.rank();
+        std::vector<nn::NamedParameter> parameters;
+        optim::WholeModel whole;
+        whole.ranks = ranks.group();
+        for (const auto& [parameter, tensor, aliases] : reference) {
+          parameters.push_back({parameter, start[parameters.size()].clone().requires_grad_(true), {}});
+          nn::set_slice(parameters.back().tensor, Slice::whole(parameter, tensor.sizes().vec()));
+          whole.parameters.push_back(Slice::whole(parameter, tensor.sizes().vec()));
+          if (ranks.rank() > 0) whole.held_elsewhere.insert(parameter);
+        }
+        const std::vector<int64_t> shape{18 + 2 * ranks.size(), 6};
+        const at::Tensor cut = at::zeros({rows, 6}, reference[0].tensor.options().requires_grad(false)).requires_grad_(true);
+        nn::set_slice(cut, Slice::along("cut", shape, 0, first, rows));
+        parameters.insert(parameters.begin() + 1, {"cut", cut, {}});
+        whole.parameters.push_back(Slice::whole("cut", shape));
+        OptimConfig config = config_of(name);
+        config.groups = {"cut: name = sgd"};
+        PagedOptimizer paged(parameters, {.piece_bytes = 200},
+                             [&](const std::vector<nn::NamedParameter>& copies) { return optim::make_optimizer(config, copies, whole); });
+        for (const auto& drawn : gradients) {
+          for (size_t i = 0, of = 0; i < parameters.size(); ++i) {
+            at::Tensor(parameters[i].tensor).mutable_grad() = i == 1 ? at::ones_like(cut) : drawn[of++];
+          }
+          paged.step(1e-2);
+        }
+        for (size_t i = 0, of = 0; i < parameters.size(); ++i) {
+          if (i != 1) EXPECT_TRUE(at::equal(parameters[i].tensor.detach(), reference[of++].tensor.detach())) << i;
+        }
+      });
+    }
+  }
 }
 
 TEST(PagedOptimizer, IsSavedATensorAtATime) {

@@ -1,6 +1,8 @@
 #include "tessera/precision/master_weights.h"
 
 #include <filesystem>
+#include <map>
+#include <set>
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -212,6 +214,90 @@ TEST_P(MasterWeightsAround, AWeightIsItsMasterRounded) {
     if (state.state == "master") EXPECT_TRUE(at::equal(state.tensor, reference[kept++].tensor)) << state.parameter;
   }
   EXPECT_EQ(kept, shapes.size());
+}
+
+/// Masters that wait elsewhere have no memory while other pieces are updated.
+class PagedMasters : public ::testing::TestWithParam<std::tuple<std::string, std::string>> {
+ protected:
+  using Parameters = std::vector<nn::NamedParameter>;
+  static constexpr int64_t kPiece = 200;
+
+  ~PagedMasters() override { std::filesystem::remove_all(folder_); }
+
+  /// Of 16-bit weights, state in their masters' type, paged in pieces of so many bytes; 0: it stays.
+  std::unique_ptr<optim::Optimizer> make(const Parameters& weights, int64_t piece_bytes) const {
+    const auto& [name, place] = GetParam();
+    OptimConfig config = config_of(name == "groups" ? "adamw" : name);
+    if (name == "groups") config.groups = {"p4: name = muon"};
+    const HostOptimizer::Build masters = [config](const Parameters& given) {
+      return make_optimizer(config, policy(at::kBFloat16), 0, given, testing_support::plain_model(given));
+    };
+    const HostOptimizer::Build paged = [&, masters](const Parameters& given) -> std::unique_ptr<optim::Optimizer> {
+      if (piece_bytes == 0) return masters(given);
+      const auto waits = place == "host" ? OffloadPlace::Host : OffloadPlace::Disk;
+      return std::make_unique<PagedOptimizer>(given, PagedOptimizerOptions{.place = waits, .dir = folder_, .piece_bytes = piece_bytes}, masters);
+    };
+    if (place == "host" || place == "disk") return paged(weights);
+    return std::make_unique<HostOptimizer>(weights, weights.front().tensor.device(), paged, kPiece, place == "delayed");
+  }
+
+  const std::filesystem::path folder_ = std::filesystem::temp_directory_path() / ("tessera-paged-masters-" + std::to_string(getpid()));
+};
+INSTANTIATE_TEST_SUITE_P(Optimizers, PagedMasters,
+                         ::testing::Combine(::testing::Values("adamw", "lion", "adafactor", "adam8bit", "muon", "groups"),
+                                            ::testing::Values("host", "disk", "updated_on_the_host", "delayed")),
+                         [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param); });
+
+TEST_P(PagedMasters, AreBitForBitThoseThatStay) {
+  const at::NoGradGuard no_grad;  // parameters are written to
+  const bool delayed = std::get<1>(GetParam()) == "delayed";
+  const std::vector<std::vector<int64_t>> shapes{{7, 5}, {}, {0, 3}, {11}, {70, 64}, {9, 8}};
+  for (const int64_t piece : {int64_t{1}, kPiece, int64_t{1} << 20}) {
+    SCOPED_TRACE(piece);
+    const auto away = make_parameters(shapes, at::kBFloat16), stays = make_parameters(shapes, at::kBFloat16);
+    for (const auto* both : {&away, &stays}) both->back().tensor.set_requires_grad(false);  // frozen at first
+    auto paged = make(away, piece), plain = make(stays, 0);
+    const auto step = [&](optim::Optimizer& optimizer, const Parameters& weights, int number) {
+      set_gradients(weights, number, at::kBFloat16);
+      if (number == 2) at::Tensor(weights[3].tensor).mutable_grad() = at::Tensor();  // sits it out, and its master waits
+      if (number < 3) at::Tensor(weights[5].tensor).mutable_grad() = at::Tensor();
+      if (number == 3) weights[5].tensor.set_requires_grad(true);
+      optimizer.step(1e-2);
+      if (number == 1 && !delayed) at::Tensor(weights[3].tensor).mul_(0.5);  // somebody writes it
+    };
+    const auto expect_equal = [&](const optim::Optimizer& mine, const Parameters& weights) {
+      for (size_t i = 0; i < shapes.size(); ++i) EXPECT_TRUE(at::equal(weights[i].tensor, stays[i].tensor)) << i;
+      std::map<std::string, at::Tensor> want;
+      for (const StateTensor& held : plain->state()) want[held.parameter + held.state] = held.tensor;
+      const auto state = mine.state();
+      EXPECT_EQ(state.size(), want.size());
+      for (const StateTensor& held : state) EXPECT_TRUE(at::equal(held.tensor, want.at(held.parameter + held.state))) << held.parameter << held.state;
+    };
+    for (int number = 0; number < 5; ++number) {
+      step(*paged, away, number);
+      step(*plain, stays, number);
+    }
+    expect_equal(*paged, away);
+    // Taken up from what it saved.
+    const auto resumed = make_parameters(shapes, at::kBFloat16);
+    const auto again = make(resumed, piece);
+    for (size_t i = 0; i < shapes.size(); ++i) resumed[i].tensor.copy_(away[i].tensor);
+    again->hold_state(paged->update_counts());
+    std::map<std::string, at::Tensor> saved;
+    for (const StateTensor& held : paged->state_to_save()) saved[held.parameter + held.state] = (held.read ? held.read() : held.tensor).clone();
+    std::set<std::string> ahead;
+    for (const StateTensor& held : again->state()) {
+      at::Tensor(held.tensor).copy_(saved.at(held.parameter + held.state));
+      if (held.state == optim::kNextState) ahead.insert(held.parameter);
+    }
+    again->set_update_counts(paged->update_counts());
+    again->follow_all_but(ahead);
+    for (int number = 5; number < 7; ++number) {
+      step(*again, resumed, number);
+      step(*plain, stays, number);
+    }
+    expect_equal(*again, resumed);
+  }
 }
 
 /// A weight that is frozen at first has itself for a master, and in its place a copy in 16 bits.

@@ -10,6 +10,7 @@
 #include "tessera/nn/linear.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/norm.h"
+#include "tessera/nn/operators.h"
 #include "tests/test_device.h"
 
 namespace tessera::precision {
@@ -100,9 +101,9 @@ TEST(Policy, ParametersOfSixteenBitsAreDrawnAsTheProgramDrawsThem) {
 TEST(Policy, AFormatThatNoModuleComputesInIsRefused) {
   const auto plain = std::make_shared<torch::nn::LinearImpl>(3, 2);
   EXPECT_THAT([&] { precision::apply(*plain, policy_from(config_of("fp32", "bf16"))); },
-              ThrowsMessage<ConfigError>(HasSubstr("precision.compute = BFloat16 beside precision.params = Float: module 'torch::nn::LinearImpl' has no "
+              ThrowsMessage<ConfigError>(HasSubstr("precision.compute = bf16 beside precision.params = fp32: module 'torch::nn::LinearImpl' has no "
                                                    "tessera::nn::Module with parameters")));
-  EXPECT_THAT([&] { precision::apply(*plain, policy_from(config_of("bf16", "fp32"))); }, ThrowsMessage<ConfigError>(HasSubstr("precision.compute = Float")));
+  EXPECT_THAT([&] { precision::apply(*plain, policy_from(config_of("bf16", "fp32"))); }, ThrowsMessage<ConfigError>(HasSubstr("precision.compute = fp32")));
   EXPECT_THAT([&] { precision::apply(*plain, policy_from(config_of("bf16", "fp8"))); }, ThrowsMessage<ConfigError>(HasSubstr("precision.compute = fp8")));
   for (const at::Tensor& parameter : plain->parameters()) EXPECT_EQ(parameter.scalar_type(), at::kFloat) << "refused before anything is touched";
   nn::Embedding embed(5, 3);
@@ -156,6 +157,38 @@ TEST(Policy, RefusesWhatADeviceHasNoProductsOf) {
   EXPECT_THAT([] { require_support({.compute = at::kBool}, at::kCPU); },
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("precision.compute = Bool: cpu has no such products ("), HasSubstr("set precision.compute = "))));
   EXPECT_NO_THROW(require_support({.compute = at::kBool}, at::kMeta)) << "a dry run is of another device";
+}
+
+/// Fails each operator, by `Exception`.
+template <class Exception>
+struct Fails final : nn::OperatorHooks {
+  explicit Fails(Exception thrown) : error(std::move(thrown)) {}
+  void call(nn::OperatorCall& operation) override {
+    if (operation.name() == "aten::mm") throw error;
+    operation.run();
+  }
+  Exception error;
+};
+
+TEST(Policy, WhatIsRefusedByItselfNamesNoFormat) {
+  const auto said = [](const std::string& compute, auto error) -> std::string {
+    const nn::OperatorScope scope(std::make_shared<Fails<decltype(error)>>(error));
+    try {
+      require_support(policy_from(config_of("fp32", compute)), at::kCPU);
+    } catch (const ConfigError& refusal) {
+      return refusal.what();
+    }
+    return "(accepted)";
+  };
+  EXPECT_EQ(said("fp32", ConfigError("TESSERA_CPU_PRODUCTS = bar: expected onednn")), "TESSERA_CPU_PRODUCTS = bar: expected onednn");
+  const auto lacks = [&](const std::string& compute) { return said(compute, std::runtime_error("no kernel")); };
+  for (const std::string compute : {"bf16", "fp16"}) {
+    EXPECT_EQ(lacks(compute),
+              "precision.compute = " + compute + ": cpu has no such products (no kernel); set precision.compute = fp32, or another format that it has");
+  }
+  for (const std::string compute : {"fp32", "tf32"}) {
+    EXPECT_EQ(lacks(compute), "precision.compute = " + compute + ": cpu has no such products (no kernel); set precision.compute = a format that it has");
+  }
 }
 
 TEST(Policy, KnowsWhatLinearLayersAloneCastAtEachUse) {

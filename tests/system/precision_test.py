@@ -174,6 +174,23 @@ class Formats(SystemTest):
         done = run("plan", self.recipe, "--set", "precision.compute=auto", TESSERA_CPU_FORMATS="fp64")
         self.assertIn("TESSERA_CPU_FORMATS = fp64: expected fp32", self.refusal(done))
 
+    def test_a_wrong_switch_of_products_is_refused_alone(self):
+        saved = self.folder / "saved"
+        self.train("sound", sets=["run.steps=6", f"checkpoint.dir={saved}"])
+        for command in (
+            ("train", self.recipe),
+            ("train", self.recipe, "--nproc", 2),
+            ("eval", "--checkpoint", saved, "--file", self.folder / "held_out.txt", "--seq-len", 32),
+            ("generate", "--checkpoint", saved, "--prompt", "a"),
+            ("verify", self.recipe, "--mesh", "dp_replicate=2"),
+            ("bench", "device"),
+        ):
+            done = run(*command, TESSERA_CPU_PRODUCTS="bar")
+            self.assertEqual((done.returncode, done.stdout), (2, ""), command)
+            self.assertTrue(self.refusal(done).startswith("tessera: TESSERA_CPU_PRODUCTS = bar: expected onednn"), done.stderr)
+            self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+        self.assertEqual(run("plan", self.recipe, TESSERA_CPU_PRODUCTS="bar").returncode, 0, "which computes nothing")
+
 
 if __name__ == "__main__":
     unittest.main()

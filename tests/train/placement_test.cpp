@@ -81,6 +81,22 @@ TEST_F(PlacedTraining, ActivationsOnDiskLeaveNothingBehind) {
   EXPECT_TRUE(std::filesystem::is_empty(folder_ / "away"));
 }
 
+TEST_F(PlacedTraining, ActivationsOfAnExceptionStay) {
+  for (const char* stays : {"layers.1", "layers.*.attention"}) {
+    const std::string table = std::string("{ \"layers.*\" = \"host\", \"") + stays + "\" = \"device\" }";
+    for (const int world : {2, 3}) {
+      expect_same_bits(MemoryCategory::Activations, {"offload.activations=" + table, "offload.min_bytes=256"}, "llama", {"model.layers=3"}, world);
+    }
+    expect_same_bits(MemoryCategory::Activations, {"offload.activations=" + table, "offload.min_bytes=256"}, "llama",
+                     {"model.layers=3", "recompute.mode=selective"}, 1);
+    const auto away = [&](const std::string& places) {
+      const Sets sets{"run.steps=1", "model.layers=3", "offload.min_bytes=256", "offload.activations=" + places};
+      return train(config("llama", sets), 1).steps.back().memory.host[static_cast<size_t>(MemoryCategory::Activations)];
+    };
+    EXPECT_LT(away(table), away("host")) << stays;
+  }
+}
+
 TEST_F(PlacedTraining, AFullDiskEndsAllRanksWithOneSentence) {
   const Config full = config("llama", {"comm.backend=gloo", "offload.activations=disk", "offload.min_bytes=256", "offload.dir=" + (folder_ / "away").string()});
   corpus(full);

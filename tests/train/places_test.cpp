@@ -100,6 +100,28 @@ TEST_F(Places, StateByPatternIsBitForBitAtEveryStage) {
   expect_same_bits("mixtral", {"model.experts=4", "mesh.ep=2", "zero.stage=1"}, 2, both, /*stage_3=*/false);
 }
 
+TEST_F(Places, AnExceptionStaysOnTheDevice) {
+  const std::string layers = "={ \"layers.*\" = \"host\", \"layers.1\" = \"device\" }",
+                    inner = "={ \"layers.*\" = \"disk\", \"layers.*.attention\" = \"device\" }";
+  for (const int world : {2, 3}) {
+    expect_same_bits("llama", {}, world, {"offload.params" + layers});
+    expect_same_bits("llama", {}, world, {"offload.params" + layers, "offload.optimizer={ \"**\" = \"host\" }"});
+    expect_same_bits("llama", {"zero.stage=1"}, world, {"offload.optimizer" + inner}, /*stage_3=*/false);
+  }
+  expect_same_bits("llama", {"mesh.pp=2"}, 2, {"offload.optimizer" + layers}, /*stage_3=*/false);
+  const auto kept = [&](const Sets& sets) {
+    double device = 0;
+    for (const PlacedElements& kind : count_elements(config("llama", sets)).elements) {
+      if (kind.params == WaitingPlace::Device && kind.optimizer == WaitingPlace::Device) device += kind.count;
+    }
+    return static_cast<int64_t>(device);
+  };
+  const int64_t block = 4 * 24 * 24 + 3 * 24 * 40 + 2 * 24, rest = 2 * 259 * 24 + 24;
+  EXPECT_EQ(kept({"model.layers=3", "zero.stage=3", "offload.params" + layers}), rest + block);
+  EXPECT_EQ(kept({"model.layers=3", "offload.optimizer" + inner}), rest + 3 * 4 * 24 * 24);
+  EXPECT_EQ(kept({"model.layers=3", "offload.optimizer" + layers, "offload.fraction=0.5"}), rest + 2 * block) << "the first half of those that move";
+}
+
 /// Of a tied weight a stage has one name, and the first and the last stage a copy each.
 TEST_F(Places, EitherNameOfATiedWeightIsThatOfBothStages) {
   for (const auto& [stages, world] : {std::pair("mesh.pp=2", 2), std::pair("pipeline.virtual_stages=2", 1)}) {
@@ -138,6 +160,17 @@ TEST_F(Places, WhatPatternsSayIsCheckedBeforeARankBegins) {
   EXPECT_EQ(params("{ \"layers.0.attention\" = \"host\" }", {"zero.wrap=layers.*.*"}), "(accepted)");
   EXPECT_THAT(params("{ \"layers.*\" = \"host\" }", {"offload.optimizer={ \"head\" = \"host\" }"}),
               HasSubstr("offload.optimizer: leaves the state of 'layers.0."));
+  // On the device is what excepts something from another pattern.
+  const std::string idle = "is no exception from any other pattern";
+  EXPECT_EQ(params("{ \"layers.*\" = \"host\", \"layers.1\" = \"device\" }"), "(accepted)");
+  EXPECT_THAT(params("{ \"layers.*\" = \"host\", \"head\" = \"device\" }"), HasSubstr("offload.params: 'head' = device: " + idle));
+  EXPECT_THAT(refusal({"offload.optimizer={ \"layers.1\" = \"host\", \"layers.*\" = \"device\" }"}),
+              HasSubstr("offload.optimizer: 'layers.*' = device: " + idle));
+  EXPECT_EQ(refusal({"offload.optimizer={ \"layers.0*\" = \"host\", \"layers.*0\" = \"disk\", \"layers.0\" = \"device\" }"}), "(accepted)")
+      << "which one it is an exception from does not matter";
+  EXPECT_EQ(refusal({"offload.activations={ \"layers.*\" = \"host\", \"layers.1.attention\" = \"device\" }"}), "(accepted)");
+  EXPECT_THAT(refusal({"offload.activations={ \"layers.0\" = \"host\", \"layers.1\" = \"device\" }"}),
+              HasSubstr("offload.activations: 'layers.1' = device: " + idle));
 }
 
 TEST_F(Places, TheClosestPatternCounts) {

@@ -61,7 +61,7 @@ tessera_sim_suite(zero ALSO_PRIVATE LEFT_OUT
 tessera_sim_suite(tensor_parallel LEFT_OUT
   LayoutRules.FeaturesAreFollowed LayoutRules.PositionsAreFollowed TensorParallel.PaddingIsTheRowOfTheWholeVocabulary
   *VocabularyHead.SmoothsAndBoundsLogitsAsOneDeviceDoes* VocabularyHeads.UnevenPartsMeetEquallyOften RandomPlans.*  # tensors of another rank's device
-  *VocabularyHead.PlainOperatorsMeetAsTheFusedOneDoes* *WorldSizes.MasksOfASequenceWithoutABatchAreThoseOfOneDevice*
+  *VocabularyHead.PlainOperatorsMeetAsTheFusedOneDoes* *WorldSizes.MasksOfASequenceWithoutABatchAreThoseOfOneDevice* OwnLoopOfParts.Masks*
   VocabularyHeads.AnIdThatIsInNoVocabularyIsRefused                  # a device would have to be waited for
   Overlap.WhatAProductHidesIsOnItsWayWhenItBegins VocabularyHeads.EvaluationIsThePlainCrossEntropy)
 tessera_sim_suite(context_parallel)
