@@ -116,7 +116,8 @@ TEST(SyncBatchNorm, WithoutRunningStatisticsEvaluatesByItsOwnSamplesAsTorchDoes)
   for (const int world : {2, 3}) {
     comm::run_ranks(world, [&](comm::World& ranks) {
       const auto [begin, size] = chunk(7, ranks.size(), ranks.rank());
-      const at::Tensor x = all.narrow(0, begin, size), slope = dy.narrow(0, begin, size);
+      const auto mine = [&](const char* name, float mean) { return values({7, kChannels, 2, 2}, name, mean).narrow(0, begin, size); };  // on its device
+      const at::Tensor x = mine("x", 5), slope = mine("dy", 0);
       SyncBatchNorm norm(options);
       set_affine(*norm);
       norm->synchronize(ranks.group());
