@@ -125,6 +125,10 @@ TEST(Reshard, PrefersTheFirstOfEqualSources) {
   const auto pieces = reshard({whole, whole}, whole);
   ASSERT_EQ(pieces.size(), 1u);
   EXPECT_EQ(pieces[0].source, 0);
+  const auto later = reshard({Slice::along("w", {4}, 0, 1, 3), whole}, whole);  // also where another begins before it
+  ASSERT_EQ(later.size(), 2u);
+  EXPECT_EQ(later[0].source, 0);
+  EXPECT_EQ(later[0].box.numel(), 3);
 }
 
 TEST(Reshard, RowsToColumnsIsOnePieceEach) {

@@ -88,7 +88,8 @@ struct ReplacingImpl : nn::Module {
 TESSERA_MODULE(Replacing);
 
 /// Two buffers that change places: what one found is the other's memory, which another pass writes. With `lends`, the second is nobody's buffer.
-template <bool lends>
+/// `clears`: what u was is written in the same call; else the next call writes it.
+template <bool lends, bool clears>
 struct AlternatingImpl : nn::Module {
   AlternatingImpl() : a(8, 8) {
     register_module("a", a);
@@ -104,7 +105,7 @@ struct AlternatingImpl : nn::Module {
       spare.set_data(one);
     }
     const at::Tensor y = (a(x) * u.clone()).sin();
-    {
+    if (clears) {
       const at::NoGradGuard no_grad;
       spare.zero_();  // what u was
     }
@@ -113,9 +114,9 @@ struct AlternatingImpl : nn::Module {
   nn::Linear a;
   at::Tensor u, spare;
 };
-template <bool lends>
-struct Alternating : torch::nn::ModuleHolder<AlternatingImpl<lends>> {
-  using torch::nn::ModuleHolder<AlternatingImpl<lends>>::ModuleHolder;
+template <bool lends, bool clears = true>
+struct Alternating : torch::nn::ModuleHolder<AlternatingImpl<lends, clears>> {
+  using torch::nn::ModuleHolder<AlternatingImpl<lends, clears>>::ModuleHolder;
   at::Tensor operator()(const at::Tensor& x) { return nn::call(*this->get(), x); }
 };
 
@@ -200,7 +201,10 @@ void expect_no_difference() {
 TEST(RecomputeBuffers, APowerIterationIsThatOfTheFirstPass) { expect_no_difference<Power>(); }
 TEST(RecomputeBuffers, RunningStatisticsAreUpdatedOnce) { expect_no_difference<Normed>(); }
 TEST(RecomputeBuffers, ABufferThatIsGivenOtherMemory) { expect_no_difference<Replacing>(); }
-TEST(RecomputeBuffers, BuffersThatChangePlaces) { expect_no_difference<Alternating</*lends=*/false>>(); }
+TEST(RecomputeBuffers, BuffersThatChangePlaces) {
+  expect_no_difference<Alternating</*lends=*/false>>();
+  expect_no_difference<Alternating</*lends=*/false, /*clears=*/false>>();
+}
 TEST(RecomputeBuffers, ABufferThatChangesPlacesWithWhatIsNone) {
   expect_no_difference<Alternating</*lends=*/true>>();
   const auto from_the_last = [](bool again) {
