@@ -29,7 +29,6 @@
 #include "tessera/nn/cut_parameter.h"
 #include "tessera/nn/dry_sizes.h"
 #include "tessera/nn/experts.h"
-#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/given_parts.h"
 #include "tessera/nn/kept_memory.h"
 #include "tessera/nn/linear.h"
@@ -52,8 +51,6 @@ namespace tessera {
 namespace {
 
 using experts::Exchange;
-
-std::vector<int64_t> whole_numbers(const std::vector<double>& numbers) { return {numbers.begin(), numbers.end()}; }
 
 /// Rows of each expert that a rank sends to each rank, and that come from each, as make_exchange takes them.
 struct Loads {
@@ -100,7 +97,7 @@ Loads meet(const comm::Group& group, int sharers, const at::Tensor& counts, cons
   const at::Tensor arriving = at::empty_like(sent);
   comm::all_to_all(group, arriving, sent);
   if (counts.is_meta()) return dry_loads(group, sharers, counts.size(0), routed);
-  const std::vector<int64_t> both = whole_numbers(host_read_all(at::cat({sent, arriving}), 0));
+  const std::vector<int64_t> both = host_read_integers(at::cat({sent, arriving}), 0);
   Loads loads;
   for (size_t of_rank = 0; of_rank < both.size(); of_rank += static_cast<size_t>(here) + 1) {
     const auto first = both.begin() + static_cast<std::ptrdiff_t>(of_rank), behind = first + static_cast<std::ptrdiff_t>(here);
@@ -184,11 +181,8 @@ class Exchanged : public nn::Interceptor {
     std::vector<int64_t> bits;
     for (const at::Tensor& weight : weights) bits.push_back(nn::bits_of(weight));
     const bool may_be_alike = experts_here(here) == 1 || are_copies(weights, experts_here(here));
-    const at::Tensor own = at::full({1}, may_be_alike ? 0 : nn::told_together(bits), at::TensorOptions(at::kLong).device(message_device(here.w1, group_)));
-    const at::Tensor all = at::empty({group_.size()}, own.options());
-    comm::all_gather(group_, all, own);
-    require(!nn::were_given_alike(whole_numbers(host_read_all(all, 0))), "expert_parallel: '", here.path(), "' has the same weights on every rank of ",
-            group_.name(),
+    require(!nn::were_given_alike(nn::tell_ranks(group_, here.w1, may_be_alike ? 0 : nn::told_together(bits))), "expert_parallel: '", here.path(),
+            "' has the same weights on every rank of ", group_.name(),
             ", and they were written since the experts were dealt: a broadcast gives all ranks one rank's experts; write the whole before "
             "expert_parallel, or load by checkpoint::load");
   }

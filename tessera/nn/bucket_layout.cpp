@@ -1,7 +1,6 @@
 #include "tessera/nn/bucket_layout.h"
 
 #include <algorithm>
-#include <array>
 #include <map>
 #include <numeric>
 #include <unordered_map>
@@ -12,6 +11,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/core/format.h"
+#include "tessera/core/format_name.h"
 #include "tessera/core/json_reason.h"
 
 // Every collective costs a latency, and only what backward still has to compute can hide it. A bucket for each gradient pays too many latencies; one for all
@@ -32,24 +32,8 @@ struct Filling {
   bool first = true;
 };
 
-constexpr std::array<std::pair<at::ScalarType, std::string_view>, 6> dtype_names{{{at::kFloat, "fp32"},
-                                                                                  {at::kDouble, "fp64"},
-                                                                                  {at::kBFloat16, "bf16"},
-                                                                                  {at::kHalf, "fp16"},
-                                                                                  {at::kComplexFloat, "complex64"},
-                                                                                  {at::kComplexDouble, "complex128"}}};
-
-std::string dtype_name(at::ScalarType dtype) {
-  for (const auto& [known, name] : dtype_names) {
-    if (known == dtype) return std::string(name);
-  }
-  return c10::toString(dtype);
-}
-
 at::ScalarType dtype_of(const std::string& name) {
-  for (const auto& [dtype, known] : dtype_names) {
-    if (known == name) return dtype;
-  }
+  if (const auto dtype = format_of(name)) return *dtype;
   throw ConfigError("bucket plan: dtype = \"" + name + "\" is none of fp32, fp64, bf16, fp16, complex64, complex128");
 }
 
@@ -131,7 +115,7 @@ void check_bucket_layout(const BucketLayout& plan, std::span<const GradientSpec>
               "' is no trainable parameter of this model, or is listed twice; leave the plan out to make a new one");
       const GradientSpec& gradient = *found->second;
       require(slot.numel == gradient.numel && bucket.dtype == gradient.dtype, "bucket plan (", source, "): '", slot.name, "' has ", slot.numel, " elements of ",
-              dtype_name(bucket.dtype), ", the model's gradient ", gradient.numel, " of ", dtype_name(gradient.dtype),
+              format_name(bucket.dtype), ", the model's gradient ", gradient.numel, " of ", format_name(gradient.dtype),
               "; leave the plan out to make a new one");
       require(slot.offset == offset, "bucket plan (", source, "): '", slot.name, "' starts at element ", slot.offset, " of its bucket, expected ", offset);
       require(before == nullptr || before->key == gradient.key, "bucket plan (", source, "): '", slot.name, "' and '", before == nullptr ? "" : before->name,
@@ -150,7 +134,7 @@ nlohmann::json to_json(const BucketLayout& plan) {
   for (const BucketLayout::Bucket& bucket : plan.buckets) {
     nlohmann::json gradients = nlohmann::json::array();
     for (const BucketLayout::Slot& slot : bucket.slots) gradients.push_back({{"name", slot.name}, {"offset", slot.offset}, {"numel", slot.numel}});
-    buckets.push_back({{"dtype", dtype_name(bucket.dtype)}, {"gradients", std::move(gradients)}});
+    buckets.push_back({{"dtype", format_name(bucket.dtype)}, {"gradients", std::move(gradients)}});
   }
   return {{"bucket_bytes", plan.sizes.bucket_bytes},
           {"first_bucket_bytes", plan.sizes.first_bucket_bytes},
@@ -178,7 +162,7 @@ std::string to_string(const BucketLayout& plan) {
       fmt::format("{} buckets, {}, in {} order\n", plan.buckets.size(), format_bytes(plan.bytes()), plan.observed ? "observed" : "reverse registration");
   for (size_t i = 0; i < plan.buckets.size(); ++i) {
     const BucketLayout::Bucket& bucket = plan.buckets[i];
-    text += fmt::format("{:>4}  {}  {:>10}  {:>4} gradients", i, dtype_name(bucket.dtype), format_bytes(bucket.bytes()), bucket.slots.size());
+    text += fmt::format("{:>4}  {}  {:>10}  {:>4} gradients", i, format_name(bucket.dtype), format_bytes(bucket.bytes()), bucket.slots.size());
     if (!bucket.slots.empty()) text += fmt::format("  {} .. {}", bucket.slots.front().name, bucket.slots.back().name);
     text += '\n';
   }

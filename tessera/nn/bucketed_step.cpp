@@ -335,8 +335,10 @@ void BucketedStep::launch_next() {
     for (const size_t i : slots_[bucket]) {
       if (trained_[i]) collect(i);
     }
-    for (const size_t i : slots_[bucket]) {
-      if (trained_[i] && divides_terms(bucket)) place(i).div_(ranks_of_mean_);
+    if (divides_terms(bucket)) {
+      for (const size_t i : slots_[bucket]) {
+        if (trained_[i]) place(i).div_(ranks_of_mean_);
+      }
     }
     if (start(bucket)) {
       under_way_.push_back(bucket);

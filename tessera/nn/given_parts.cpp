@@ -3,10 +3,15 @@
 #include <algorithm>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 
+#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 #include "tessera/core/hash_tensor.h"
+#include "tessera/core/host_read.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/kept_memory.h"
 #include "tessera/nn/not_repeated.h"
 #include "tessera/nn/operator_watch.h"
@@ -38,8 +43,7 @@ std::optional<int64_t> bits_given(const at::Tensor& part) {
 
 int64_t told_together(const std::vector<int64_t>& bits) {
   if (std::ranges::all_of(bits, [](int64_t each) { return each == 0; })) return 0;
-  constexpr int exact = 11;  // bits of a hash that a double has no room for
-  return static_cast<int64_t>(hash_bytes(bits.data(), bits.size() * sizeof(int64_t)) >> exact) | 1;
+  return static_cast<int64_t>(hash_bytes(bits.data(), bits.size() * sizeof(int64_t)) >> 1) | 1;  // below zero is nobody's
 }
 
 int64_t told_of_given(const std::vector<at::Tensor>& parts) {
@@ -51,6 +55,13 @@ int64_t told_of_given(const std::vector<at::Tensor>& parts) {
     bits.push_back(*own);
   }
   return told_together(bits);
+}
+
+std::vector<int64_t> tell_ranks(const comm::Group& group, const at::Tensor& parameter, int64_t own) {
+  const at::Tensor mine = at::full({1}, own, at::TensorOptions(at::kLong).device(message_device(parameter, group)));
+  const at::Tensor all = at::empty({group.size()}, mine.options());
+  comm::all_gather(group, all, mine);
+  return host_read_integers(all, /*dry_answer=*/0);
 }
 
 bool were_given_alike(const std::vector<int64_t>& told) {

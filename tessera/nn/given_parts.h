@@ -7,6 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "tessera/comm/group.h"
+
 /// torch::save of one rank's cut model keeps its parts; torch::load of that file on every rank fits wherever cuts are even, and is another model. Such a file
 /// replaces all parts, and nothing but their bits tells: where one differs between ranks, or was not given, those that are alike may be so on purpose.
 namespace tessera::nn {
@@ -18,10 +20,13 @@ int64_t bits_of(const at::Tensor& part);
 /// case. Reads it on the host.
 std::optional<int64_t> bits_given(const at::Tensor& part);
 
-/// What a rank tells the others of its parts, of which these are the bits: one number, which a double holds; 0 where there is nothing to compare.
+/// What a rank tells the others of its parts, of which these are the bits: one number above zero; 0 where there is nothing to compare.
 int64_t told_together(const std::vector<int64_t>& bits);
 /// Of parts at hand: 0 also where one was not given.
 int64_t told_of_given(const std::vector<at::Tensor>& parts);
+
+/// What each rank of the group tells: `own` of this one. A message where `parameter`'s small ones live. Collective.
+std::vector<int64_t> tell_ranks(const comm::Group& group, const at::Tensor& parameter, int64_t own);
 
 /// Whether all ranks were given the same, of what each has told.
 bool were_given_alike(const std::vector<int64_t>& told);

@@ -122,8 +122,8 @@ struct DryRunOptions {
 /// run.memory_limit_bytes refuses nothing here: what a run needs is asked, not whether it gets it.
 DryRun dry_run(const Config& config, int world, const DryRunOptions& options = {});
 
-/// How many documents of one length, no longer than the window that slides over them, leave fewest columns of a packed window: attention takes tiles of one
-/// size together, so they need most at once. 1: nothing slides, or no documents are packed.
+/// How many documents of one length, no longer than the window that slides over them, make up a packed window for attention to have most to do at once: tiles
+/// of one size it takes together. 1: nothing slides, or no documents are packed.
 int64_t documents_that_fill(const Config& config);
 
 /// What the rank needs of its device at the most: what its allocator reserves where that was asked for, else the tensors alive.

@@ -11,6 +11,7 @@
 #include <c10/core/GradMode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/core/format_name.h"
 #include "tessera/nn/experts.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/module.h"
@@ -34,24 +35,8 @@ at::ScalarType compute_dtype_of(const std::string& name) {
   return name == "tf32" ? at::kFloat : dtype_of("precision.compute", name);
 }
 
-/// As precision's keys say it.
-std::string name_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return "fp32";
-    case at::kBFloat16:
-      return "bf16";
-    case at::kHalf:
-      return "fp16";
-    case at::kDouble:
-      return "fp64";
-    default:
-      return c10::toString(dtype);
-  }
-}
-
 /// The value of precision.compute that `policy` is of.
-std::string compute_name(const Policy& policy) { return policy.fp8 ? "fp8" : policy.tf32 ? "tf32" : name_of(policy.compute); }
+std::string compute_name(const Policy& policy) { return policy.fp8 ? "fp8" : policy.tf32 ? "tf32" : format_name(policy.compute); }
 
 void convert(const at::Tensor& parameter, at::ScalarType dtype) {
   if (!at::isFloatingType(parameter.scalar_type()) || parameter.scalar_type() == dtype) return;
@@ -72,7 +57,7 @@ void refuse_unheard(const torch::nn::Module& root, const Policy& policy) {
     has_parameters = true;
     heard |= policy.fp8 ? casts_its_weight(module) : dynamic_cast<const nn::Module*>(&module) != nullptr;
   });
-  require(heard || !has_parameters, "precision.compute = ", compute_name(policy), " beside precision.params = ", name_of(policy.params), ": module '",
+  require(heard || !has_parameters, "precision.compute = ", compute_name(policy), " beside precision.params = ", format_name(policy.params), ": module '",
           root.name(), "' has no ",
           policy.fp8 ? "linear layer or experts of tessera::nn, which multiply in it" : "tessera::nn::Module with parameters, which would compute in it",
           ", and plain torch::nn modules compute in the dtype of their parameters. Set params and compute to one format (bf16 both, with fp32 masters), let "

@@ -5,15 +5,10 @@
 #include <optional>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/sum.h>
 
-#include "tessera/comm/collectives.h"
 #include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
-#include "tessera/core/host_read.h"
-#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/given_parts.h"
 #include "tessera/nn/gradient_dispatcher.h"
 #include "tessera/nn/gradient_synchronizer.h"
@@ -64,13 +59,10 @@ void refuse_one_ranks_parts(const comm::Group& group, const std::vector<nn::Name
   std::vector<nn::NamedParameter> parts;
   std::ranges::copy_if(parameters, std::back_inserter(parts), [&](const auto& parameter) { return is_part(parameter.tensor, group); });
   if (parts.empty()) return;
-  const auto options = at::TensorOptions(at::kLong).device(message_device(parts.front().tensor, group));
   const std::optional<int64_t> tells = told_of(parts, told);
-  const at::Tensor own = at::full({1}, tells.value_or(0), options), all = at::empty({group.size()}, options);
-  comm::all_gather(group, all, own);
-  const std::vector<double> read = host_read_all(all, 0);
+  const std::vector<int64_t> heard = nn::tell_ranks(group, parts.front().tensor, tells.value_or(0));
   const auto first = std::ranges::find_if(parts, [](const auto& part) { return nn::was_given(part.tensor); });
-  require(!nn::were_given_alike({read.begin(), read.end()}), "parallelize_module: '", first == parts.end() ? parts.front().name : first->name,
+  require(!nn::were_given_alike(heard), "parallelize_module: '", first == parts.end() ? parts.front().name : first->name,
           "' and all other parts have the same values on every rank of ", group.name(),
           ", and were given since they were cut: a file that torch::save made of one rank's model holds that rank's parts, and so does a vector of "
           "its parameters; load by checkpoint::load, each rank what it saved itself, or the whole before parallelize_module");
@@ -164,13 +156,7 @@ void WholeParts::refuse_what_was_written_alike(const std::vector<nn::NamedParame
   const bool written = !loaded && (!since_cut_.first_written(there).empty() || since_cut_.changed(there));
   since_cut_.clear();
   if (parts.empty()) return;
-  const auto tell = [&](int64_t number) {
-    const at::Tensor own = at::full({1}, number, at::TensorOptions(at::kLong).device(message_device(parts.front().tensor, group_)));
-    const at::Tensor all = at::empty({group_.size()}, own.options());
-    comm::all_gather(group_, all, own);
-    const std::vector<double> told = host_read_all(all, 0);
-    return std::vector<int64_t>{told.begin(), told.end()};
-  };
+  const auto tell = [&](int64_t number) { return nn::tell_ranks(group_, parts.front().tensor, number); };
   const std::vector<int64_t> wrote = tell(written ? 1 : 0);
   if (std::ranges::find(wrote, 1) == wrote.end()) return;
   std::vector<int64_t> bits;
