@@ -143,4 +143,47 @@ class CopyCount final : public nn::OperatorHooks {
   int64_t numel_;
 };
 
+/// Layers, rows that are looked up, and parameters that one rank holds whole: `positions` and `scale`, behind the first layer or before it.
+struct Patches : torch::nn::Module {
+  explicit Patches(bool first) {
+    const auto add = [this] {
+      positions = register_parameter("positions", at::empty({1, 5, 4}));
+      scale = register_parameter("scale", at::empty({1, 4}));
+    };
+    if (first) add();
+    register_module("patch", patch);
+    if (!first) add();
+    register_module("inner", inner);
+    bias = register_parameter("bias", at::empty({8}));
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = at::gelu(inner(patch(x) + positions)).mean(1) * scale;
+    return h + bias.index_select(0, at::arange(x.size(0))).unsqueeze(1);
+  }
+  torch::nn::Linear patch{3, 4}, inner{4, 4};
+  at::Tensor positions, scale, bias;
+};
+
+/// A gate for each channel, of a unit of its own: what libtorch makes like a parameter before it looks at the parameter.
+struct Gate : torch::nn::Module {
+  using Use = std::function<at::Tensor(const at::Tensor& h, const at::Tensor& x, const at::Tensor& g)>;
+  Gate(int64_t size, Use use) : in(size, size), use(std::move(use)) {
+    register_module("in", in);
+    g = register_parameter("g", at::empty({size}));
+    fill_parameters(*this);
+    const at::NoGradGuard no_grad;
+    g.abs_().add_(0.5);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor before = begin ? begin(x, x, g) : x;
+    return use(at::tanh(in(before)), x, g);
+  }
+
+  torch::nn::Linear in;
+  at::Tensor g;
+  Use begin = {};  ///< before the first layer
+  Use use;
+};
+
 }  // namespace tessera::testing_support
