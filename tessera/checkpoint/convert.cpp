@@ -60,6 +60,8 @@ ModelConfig upcycled(const ModelConfig& dense, const Upcycling& options) {
           " (Mixtral has 8); set --experts");
   require(options.experts_per_token >= 1 && options.experts_per_token <= options.experts, "--experts-per-token = ", options.experts_per_token,
           ": expected 1 to --experts = ", options.experts, "; set --experts-per-token");
+  require(options.experts == 1 || options.experts_per_token > 1, "--experts-per-token = 1: a token's weights sum to one in a Mixtral, so that the router of ",
+          options.experts, " experts would get no gradient from the loss; set --experts-per-token to 2 or more");
   ModelConfig mixture = dense;
   mixture.family = "mixtral";
   mixture.experts = options.experts;

@@ -44,6 +44,9 @@ void validate_precision(const Config& config);
 
 /// What schedules that update weights in the midst of a step ask of other sections. Throws ConfigError.
 void validate_asynchronous(const Config& config, int stages);
+/// Of a mixture, by lora.modules: the biases of routers rest with them.
+bool all_routers_are_frozen(const Config& config);
+
 /// Settings with which a step cannot be captured, under run.graph; `size_of` an axis of the mesh.
 void validate_graph(const Config& config, const std::function<int(const std::string&)>& size_of);
 /// A tied weight, of which two stages have a copy each, must be updated alike on both. Throws ConfigError.

@@ -22,16 +22,6 @@ struct Dependence {
 
 bool uses_disk(const OffloadConfig& offload) { return offload.activations.uses("disk") || offload.optimizer.uses("disk") || offload.params.uses("disk"); }
 
-/// With lora.modules: their biases rest with them.
-bool all_routers_are_frozen(const Config& config) {
-  if (config.lora.modules.empty()) return false;
-  for (int64_t layer = 0; layer < config.model.layers; ++layer) {
-    const std::string weight = detail::concat("layers.", layer, ".feed_forward.router.weight");
-    if (std::ranges::any_of(config.lora.trained, [&](const std::string& pattern) { return path_matches(pattern, weight); })) return false;
-  }
-  return true;
-}
-
 /// Whether each gradient is of one rank, and none crosses the network. mesh.tp may take what is left.
 bool reduces_nothing(const Config& config, int world_size) {
   const MeshConfig& mesh = config.mesh;
@@ -86,7 +76,9 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
        with("model.router", config.model.router),
        {"moe.capacity_factor", "moe.balance_loss", "model.norm_topk"}},
       {config.model.family == "mixtral" && config.model.router != "sigmoid", with("model.router", config.model.router), {"moe.bias_rate"}},
-      {config.model.family == "mixtral" && all_routers_are_frozen(config), "beside frozen routers, which lora.trained does not name", {"moe.bias_rate"}},
+      {config.model.family == "mixtral" && detail::all_routers_are_frozen(config),
+       "beside frozen routers, which lora.trained does not name",
+       {"moe.bias_rate"}},
       {config.lora.modules.empty(), "without lora.modules", {"lora.rank", "lora.alpha", "lora.dropout", "lora.trained", "lora.from_peft"}},
       {config.quantize.modules.empty(), "without quantize.modules", {"quantize.format", "quantize.block", "quantize.double_scales"}},
       {config.precision.compute != "fp8", with("precision.compute", config.precision.compute), {"precision.fp8_scales"}},
@@ -100,6 +92,15 @@ std::vector<Dependence> dependences(const Config& config, int world_size) {
 }
 
 }  // namespace
+
+bool detail::all_routers_are_frozen(const Config& config) {
+  if (config.lora.modules.empty()) return false;
+  for (int64_t layer = 0; layer < config.model.layers; ++layer) {
+    const std::string weight = concat("layers.", layer, ".feed_forward.router.weight");
+    if (std::ranges::any_of(config.lora.trained, [&](const std::string& pattern) { return path_matches(pattern, weight); })) return false;
+  }
+  return true;
+}
 
 std::vector<std::string> settings_without_effect_on_reading(const Config& config, const std::vector<std::string>& sets) {
   // Sections, and keys.

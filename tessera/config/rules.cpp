@@ -218,8 +218,12 @@ void validate_batch(const BatchConfig& batch, int64_t data_ranks, Purpose purpos
 void validate_moe(const Config& config) {
   const auto& [model, moe] = std::tie(config.model, config.moe);
   const bool always_one = model.experts > 1 && model.experts_per_token == 1 && (model.router == "sigmoid" || (model.router == "softmax" && model.norm_topk));
-  require(!always_one, "model.experts_per_token = 1: a token's only weight, over the sum of its weights, is always one, so that the router would get no ",
-          "gradient from the loss; set model.router = softmax with model.norm_topk = false (Switch), or model.experts_per_token to 2 or more");
+  const char* const way_out = model.from_hf.empty()
+                                  ? "set model.router = softmax with model.norm_topk = false (Switch), or model.experts_per_token to 2 or more"
+                                  : "train such a model beside its routers, which then stay as they are: lora.modules names what has adapters";
+  require(!always_one || detail::all_routers_are_frozen(config),
+          "model.experts_per_token = 1: a token's only weight, over the sum of its weights, is always one, so that the router would get no ",
+          "gradient from the loss; ", way_out);
   const auto weight = [](const char* key, double value) {
     require(value >= 0 && std::isfinite(value), key, " = ", value, ": expected 0 or a positive weight, such as 1e-2");
   };

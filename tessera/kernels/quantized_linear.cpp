@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
@@ -237,9 +238,13 @@ struct QuantizedLinear : torch::autograd::Function<QuantizedLinear> {
     at::Tensor dx;
     for_each_tile(*held->matrix, dy.scalar_type(), [&](int64_t row, int64_t count, const at::Tensor& tile) {
       const at::Tensor term = kernels::linear_input_gradient(dy.narrow(-1, row, count), tile, sizes);
-      dx = dx.defined() ? dx.add_(term) : term;
+      if (dx.defined()) {
+        dx.add_(term);
+      } else {  // of several tiles in fp32, so that errors do not grow with their number
+        dx = count < held->matrix->part.rows ? term.to(at::toOpMathType(dy.scalar_type())) : term;
+      }
     });
-    if (!dx.defined()) dx = at::zeros(sizes, dy.options());
+    dx = dx.defined() ? dx.to(dy.scalar_type()) : at::zeros(sizes, dy.options());
     return {once_differentiable("a product with a quantized weight", "keep the weight in 16 bits or more where gradients are differentiated", grads, {dx})[0],
             at::Tensor()};
   }

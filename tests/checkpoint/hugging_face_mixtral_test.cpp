@@ -277,6 +277,9 @@ TEST(Upcycling, EveryExpertIsTheDenseLayer) {
               ThrowsMessage<ConfigError>(HasSubstr("only a llama")));
   EXPECT_THAT([&] { export_hugging_face(checkpoint, dense, folder / "no", {.upcycling = Upcycling{.experts = 1}}); },
               ThrowsMessage<ConfigError>(HasSubstr("--experts-per-token = 2: expected 1 to --experts = 1")));
+  EXPECT_THAT([&] { export_hugging_face(checkpoint, dense, folder / "no", {.upcycling = Upcycling{.experts = 4, .experts_per_token = 1}}); },
+              ThrowsMessage<ConfigError>(HasSubstr("set --experts-per-token to 2 or more")));
+  EXPECT_NO_THROW(export_hugging_face(checkpoint, dense, folder / "one", {.upcycling = Upcycling{.experts = 1, .experts_per_token = 1}}));
 }
 
 }  // namespace

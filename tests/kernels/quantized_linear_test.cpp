@@ -105,6 +105,21 @@ TEST(QuantizedLinear, MultipliesInTilesForwardAndBackward) {
   }
 }
 
+/// Gradients in 16 bits are those of one product, rounded once, however many tiles the weight has.
+TEST(QuantizedLinear, ErrorsDoNotGrowWithTheTiles) {
+  const auto error_of = [](int64_t rows, int64_t columns) {
+    const auto whole = at::randn({rows, columns}), dy = at::randn({3, rows}).to(at::kBFloat16);
+    const auto matrix = std::make_shared<QuantizedMatrix>(quantize(whole, {.format = WeightFormat::Int8, .block = 64}, all_of(whole), at::kCPU));
+    const at::Tensor x = at::zeros({3, columns}, at::kBFloat16).requires_grad_();
+    quantized_linear(x, matrix).backward(dy);
+    EXPECT_EQ(x.grad().scalar_type(), at::kBFloat16);
+    const at::Tensor exact = at::matmul(dy.to(at::kDouble), dequantize(*matrix, 0, rows, at::kBFloat16).to(at::kDouble));
+    return ((x.grad().to(at::kDouble) - exact).norm() / exact.norm()).item<double>();
+  };
+  const double of_one = error_of(512, 2048), of_many = error_of(16 * 512, 2048);
+  EXPECT_LT(of_many, 1.6 * of_one);  // each tile's term is rounded, too; their sum in 16 bits is off by 3.2
+}
+
 TEST(QuantizedLinear, RefusesWhatNoCodeStandsFor) {
   const at::Tensor whole = at::randn({2, 3});
   whole[1][2] = std::numeric_limits<float>::infinity();
