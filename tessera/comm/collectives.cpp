@@ -255,18 +255,20 @@ void check_splits(const char* op, const Group& group, const at::Tensor& tensor, 
             group.name(), " of ", group.size(), ": splits ", c10::IntArrayRef(splits), " do not deal ", rows, " rows");
 }
 
-// What ranks give is what they get: rows of one size and dtype, and of a rank's own as many as it expects.
+// What ranks give is what they get: equal parts of one size, or rows of one size, and of a rank's own as many as it expects. No rows have no size.
 void check_rows(const char* op, const Group& group, const at::Tensor& out, const std::vector<int64_t>& out_splits, const at::Tensor& in,
                 const std::vector<int64_t>& in_splits) {
+  const bool splits = !out_splits.empty() || !in_splits.empty(), moves = in.numel() > 0 && out.numel() > 0;
   const auto row = [](const at::Tensor& tensor) { return tensor.dim() == 0 ? 1 : c10::multiply_integers(tensor.sizes().slice(1)); };
-  const auto own = [&](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
-    if (!splits.empty()) return splits[static_cast<size_t>(group.rank())];
+  const auto own = [&](const at::Tensor& tensor, const std::vector<int64_t>& parts) {
+    if (!parts.empty()) return parts[static_cast<size_t>(group.rank())];
     return (tensor.dim() == 0 ? 1 : tensor.size(0)) / group.size();
   };
-  const bool fit = row(out) == row(in) && out.scalar_type() == in.scalar_type();
-  invariant(fit, op, " of group ", group.name(), " of ", group.size(), ": rows of ", describe(in), " do not fit ", describe(out));
+  const bool fit = splits ? !moves || row(out) == row(in) : out.numel() == in.numel();
+  invariant(fit && out.scalar_type() == in.scalar_type(), op, " of group ", group.name(), " of ", group.size(), ": ", splits ? "rows" : "equal parts", " of ",
+            describe(in), " do not fit ", describe(out));
   const int64_t given = own(in, in_splits), expected = own(out, out_splits);
-  invariant(given == expected, op, " of group ", group.name(), ": rank ", group.rank(), " gives itself ", given, " rows and expects ", expected);
+  invariant(!splits || given == expected, op, " of group ", group.name(), ": rank ", group.rank(), " gives itself ", given, " rows and expects ", expected);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <ranges>
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
 
@@ -216,8 +217,13 @@ bool leaves_weight_gradients(const at::Tensor& x, at::ArrayRef<at::Tensor> param
          std::ranges::all_of(parameters, [](const at::Tensor& parameter) { return !parameter.defined() || can_be_left(parameter); });
 }
 
-at::Tensor linear_with_weights_later(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& of_weight, const at::Tensor& bias,
+at::Tensor linear_with_weights_later(const at::Tensor& given, const at::Tensor& given_weight, const at::Tensor& of_weight, const at::Tensor& given_bias,
                                      const at::Tensor& of_bias, const std::optional<Fp8Products>& fp8) {
+  // What at::linear casts is what backward multiplies by, whether autocast is on there or not.
+  const auto type = given.device().type();
+  const bool casts = !fp8 && at::autocast::is_autocast_enabled(type);
+  const auto cast = [&](const at::Tensor& tensor) { return casts ? at::autocast::cached_cast(at::autocast::get_autocast_dtype(type), tensor, type) : tensor; };
+  const at::Tensor x = cast(given), weight = cast(given_weight), bias = cast(given_bias);
   if (!leaves_weight_gradients(x, {of_weight, bias.defined() ? of_bias : at::Tensor()})) {
     if (fp8 || !is_added_in_place(x, weight, of_weight)) return multiply(x, weight, bias, fp8);
     return LinearAddedInPlace::apply(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
 
@@ -13,7 +14,7 @@
 // Autograd saves a parameter as itself and a view of it (the transpose that a linear layer multiplies by) as a view of its memory, each with the number of
 // writes that their common counter had. With a memory and a counter for every version both find in backward what they had in forward: the view because its
 // memory is never written again, the parameter because it has that memory and that counter once more while the action runs. Anything else is refused by
-// autograd, as ever.
+// autograd, as ever. Autocast knows a weight by its tensor, which is one for all versions: what it has cast of one is forgotten where the next takes its place.
 
 namespace tessera::pipeline {
 
@@ -42,6 +43,7 @@ void WeightVersions::put(const Values& values) const {
     nn::set_data_of_same(parameters_[i], values[i]);
     parameters_[i].unsafeGetTensorImpl()->set_version_counter(values[i].unsafeGetTensorImpl()->version_counter());
   }
+  at::autocast::clear_cache();
 }
 
 void WeightVersions::with(int version, const std::function<void()>& action) {
@@ -70,6 +72,7 @@ void WeightVersions::update(const std::function<void()>& update) {
   }
   ++newest_;
   update();
+  at::autocast::clear_cache();
 }
 
 }  // namespace tessera::pipeline

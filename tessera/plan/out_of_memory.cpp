@@ -1,6 +1,7 @@
 #include "tessera/plan/out_of_memory.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 
 #include <fmt/format.h>
@@ -60,9 +61,9 @@ std::string way_out(const FitSearch& search) {
 }
 
 /// Of a run whose plan fits: by how much it went beyond that, and what a plan does not know of it.
-std::string went_beyond(const Config& config, int world, const FitSearch& search) {
+std::string went_beyond(const Config& config, int world, const FitSearch& search, bool patient) {
   if (search.beyond == 0) return "";
-  const auto bounds = find_bounds(config, dry_run(config, world), {});
+  const auto bounds = patient ? find_bounds(config, dry_run(config, world), {}) : std::nullopt;
   std::string unknown = bounds ? to_string(*bounds, 0) : "\n";  // a line
   unknown.pop_back();
   return fmt::format("; its plan, by a dry run, is {}, and the run went beyond it by {}{}", format_bytes(search.now.needed), format_bytes(search.beyond),
@@ -130,6 +131,7 @@ std::string settings_text(const FitSearch& search) { return rows_text(search) + 
 
 OutOfMemoryReport explain(const Config& config, const OutOfMemory& failure) {
   const auto& refusal = failure.refusal;
+  const auto until = std::chrono::steady_clock::now() + kFitPatience;
   const FitSearch search = find_fit(config, failure.world, room(refusal), kFitPatience, std::nullopt, total_of(refusal.in_use) + refusal.requested);
   const std::string refused = what_was_refused(failure, config.run.memory_limit_bytes);
   std::string tables =
@@ -143,7 +145,8 @@ OutOfMemoryReport explain(const Config& config, const OutOfMemory& failure) {
   tables += "by formula: " + formula_text(config, failure.world, search.now.parameters);
   tables += fmt::format("settings tried by dry run, cheapest first, for a peak of {} at most{}\n{}", format_bytes(std::max<int64_t>(0, search.limit)),
                         search.beyond > 0 ? ", which leaves free what this run took beyond its plan" : "", rows_text(search));
-  return {.sentence = refused + went_beyond(config, failure.world, search) + "; " + way_out(search), .tables = std::move(tables)};
+  return {.sentence = refused + went_beyond(config, failure.world, search, std::chrono::steady_clock::now() < until) + "; " + way_out(search),
+          .tables = std::move(tables)};
 }
 
 }  // namespace tessera::plan

@@ -375,6 +375,22 @@ std::string refusal(const std::function<void(const Group&)>& body) {
   return text;
 }
 
+/// Of equal parts the size counts alone, and a tensor of no rows has rows of no size.
+TEST(Collectives, AllToAllGoesByPartsNotByShapes) {
+  run_ranks(2, [](World& world) {
+    const auto own = static_cast<float>(world.rank());
+    const at::Tensor parts = at::zeros({4, 3});
+    all_to_all(world.group(), parts, at::full({2, 2, 3}, own));
+    EXPECT_TRUE(at::equal(parts, at::cat({at::full({2, 3}, 0.0F), at::full({2, 3}, 1.0F)})));
+    // Rank 0 gives two rows to rank 1, and none of them come back.
+    const bool gives = world.rank() == 0;
+    const at::Tensor in = gives ? at::full({2, 3}, 5.0F) : at::empty({0}), out = gives ? at::empty({0}) : at::zeros({2, 3});
+    const std::vector<int64_t> none{0, 0};
+    all_to_all(world.group(), out, in, gives ? none : std::vector<int64_t>{2, 0}, gives ? std::vector<int64_t>{0, 2} : none);
+    if (!gives) EXPECT_TRUE(at::equal(out, at::full({2, 3}, 5.0F)));
+  });
+}
+
 TEST(CollectivesRefuse, WhatTheyCannotWriteOrDeal) {
   using ::testing::HasSubstr;
   EXPECT_THAT(refusal([](const Group& group) { all_reduce(group, at::zeros({4, 3}).t()); }),
@@ -388,9 +404,11 @@ TEST(CollectivesRefuse, WhatTheyCannotWriteOrDeal) {
   EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({4}), at::zeros({4}), {2, 2}, {3, 2}); }),
               HasSubstr("splits [3, 2] do not deal 4 rows"));
   EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({4}, at::kInt), at::zeros({4})); }),
-              HasSubstr("all_to_all of group world of 2: rows of [4] Float on cpu do not fit [4] Int on cpu"));
-  EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({2, 6}), at::zeros({4, 3})); }),
-              HasSubstr("rows of [4, 3] Float on cpu do not fit [2, 6] Float on cpu"));
+              HasSubstr("all_to_all of group world of 2: equal parts of [4] Float on cpu do not fit [4] Int on cpu"));
+  EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({2, 6}), at::zeros({4, 4})); }),
+              HasSubstr("equal parts of [4, 4] Float on cpu do not fit [2, 6] Float on cpu"));
+  EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({2, 6}), at::zeros({2, 3}), {1, 1}, {1, 1}); }),
+              HasSubstr("rows of [2, 3] Float on cpu do not fit [2, 6] Float on cpu"));
   EXPECT_THAT(refusal([](const Group& group) { all_to_all(group, at::zeros({4}), at::zeros({4}), {2, 2}, {3, 1}); }),
               HasSubstr("rank 0 gives itself 3 rows and expects 2"));
   EXPECT_THAT(refusal([](const Group& group) {

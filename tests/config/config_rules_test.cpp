@@ -586,8 +586,8 @@ TEST(Validate, Mixtures) {
   // A frozen router needs no gradient; one whose kind a folder has said is not to be changed.
   const auto one_of_a_folder = [](Config& c) { c.model.from_hf = "folder", c.model.experts_per_token = 1; };
   EXPECT_THAT(mixture(one_of_a_folder), HasSubstr("lora.modules names what has adapters"));
-  EXPECT_EQ(mixture([&](Config& c) { one_of_a_folder(c), c.lora.modules = {"layers.*.attention.*"}; }), "(accepted)");
-  EXPECT_THAT(mixture([&](Config& c) { one_of_a_folder(c), c.lora.modules = {"layers.*.attention.*"}, c.lora.trained = {"layers.0.**"}; }),
+  EXPECT_EQ(mixture([&](Config& c) { one_of_a_folder(c), c.lora.modules = "layers.*.attention.*"; }), "(accepted)");
+  EXPECT_THAT(mixture([&](Config& c) { one_of_a_folder(c), c.lora.modules = "layers.*.attention.*", c.lora.trained = {"layers.0.**"}; }),
               HasSubstr("always one"));
   EXPECT_THAT(mixture([](Config& c) { c.model.shared_gate = true; }), StartsWith("model.shared_gate = true"));
   EXPECT_THAT(mixture([](Config& c) { c.model.shared_ffn_dim = -1; }), StartsWith("model.shared_ffn_dim = -1"));

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
@@ -59,6 +60,40 @@ TEST(WeightGradients, ComputedLaterHaveTheBitsOfThoseComputedAtOnce) {
           EXPECT_TRUE(at::equal(later.bias, at_once.bias));
         }
       }
+    }
+  }
+}
+
+/// Around the forward alone, as libtorch recommends it: backward goes by the casts of the forward.
+TEST(WeightGradients, UnderAutocastHaveTheBitsOfThoseComputedAtOnce) {
+  for (const bool bias : {false, true}) {
+    for (const bool native : {false, true}) {
+      const kernels::Bf16ProductsGuard products(native);
+      Linear first(LinearOptions(24, 40).bias(bias)), second(LinearOptions(40, 8).bias(bias));
+      const at::Tensor x = at::randn({5, 24});
+      const auto gradients = [&](const std::shared_ptr<WeightGradients>& later) {
+        const LeaveWeightGradients scope(later);
+        const at::Tensor in = x.detach().clone().requires_grad_();
+        at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+        at::autocast::set_autocast_enabled(at::kCPU, true);
+        const at::Tensor out = second(first(in).tanh());
+        at::autocast::set_autocast_enabled(at::kCPU, false);
+        at::autocast::clear_cache();
+        EXPECT_EQ(out.scalar_type(), at::kBFloat16);
+        out.to(at::kFloat).pow(2).sum().backward();
+        if (later) later->compute();
+        std::vector<at::Tensor> all{in.grad()};
+        for (Linear* layer : {&first, &second}) {
+          for (const at::Tensor& parameter : (*layer)->parameters()) {
+            EXPECT_EQ(parameter.grad().scalar_type(), at::kFloat);
+            all.push_back(parameter.grad().clone());
+          }
+          (*layer)->zero_grad();
+        }
+        return all;
+      };
+      const auto at_once = gradients(nullptr), later = gradients(std::make_shared<WeightGradients>());
+      for (size_t i = 0; i < at_once.size(); ++i) EXPECT_TRUE(at::equal(later[i], at_once[i])) << i << (native ? ", native" : ", widened");
     }
   }
 }

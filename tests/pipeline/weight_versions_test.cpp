@@ -3,6 +3,7 @@
 
 #include "tessera/pipeline/weight_versions.h"
 
+#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <torch/torch.h>
 
@@ -160,26 +161,51 @@ std::vector<std::vector<at::Tensor>> by_lists(const Rule& rule, int p, int m, in
   return newest;
 }
 
-TEST(AsynchronousExecutor, EqualsListsOfVersionsBitForBit) {
+/// libtorch's, around a step, if it is on.
+struct Autocast {
+  explicit Autocast(bool on) {
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::set_autocast_enabled(at::kCPU, on);
+  }
+  ~Autocast() {
+    at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+  }
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+};
+
+void expect_lists_of_versions(int p, bool cast) {
   constexpr int kWidth = 4;
-  for (const int p : {1, 2, 3, 5}) {
-    for (const int m : {1, 4, 9}) {
-      for (const Rule& rule : rules(p, m)) {
-        SCOPED_TRACE(testing::Message() << rule.name << ", " << p << " stages, " << m << " micro-batches");
-        const auto want = by_lists(rule, p, m, kWidth);
-        comm::run_ranks(p, [&](comm::World& world) {
-          const int i = world.rank();
-          Layer stage(i, p, kWidth);
-          ExecutorOptions options{.ranks = world.group(), .device = testing_support::test_device()};
-          options.weights = {{i, stage.weights}};
-          options.update = [&](int) { descend(stage.weights); };
-          Executor executor(rule.schedule, chain(p), {{i, &stage}}, options);
-          executor.run();
-          for (size_t k = 0; k < 2; ++k) EXPECT_TRUE(at::equal(stage.weights[k], want[i][k])) << "stage " << i << ", weight " << k;
-        });
-      }
+  for (const int m : {1, 4, 9}) {
+    for (const Rule& rule : rules(p, m)) {
+      SCOPED_TRACE(testing::Message() << rule.name << ", " << p << " stages, " << m << " micro-batches" << (cast ? ", autocast" : ""));
+      const auto want = [&] {
+        const Autocast autocast(cast);
+        return by_lists(rule, p, m, kWidth);
+      }();
+      comm::run_ranks(p, [&](comm::World& world) {
+        const Autocast autocast(cast);
+        const int i = world.rank();
+        Layer stage(i, p, kWidth);
+        ExecutorOptions options{.ranks = world.group(), .device = testing_support::test_device()};
+        options.weights = {{i, stage.weights}};
+        options.update = [&](int) { descend(stage.weights); };
+        Executor executor(rule.schedule, chain(p), {{i, &stage}}, options);
+        executor.run();
+        for (size_t k = 0; k < 2; ++k) EXPECT_TRUE(at::equal(stage.weights[k], want[i][k])) << "stage " << i << ", weight " << k;
+      });
     }
   }
+}
+
+TEST(AsynchronousExecutor, EqualsListsOfVersionsBitForBit) {
+  for (const int p : {1, 2, 3, 5}) expect_lists_of_versions(p, /*cast=*/false);
+}
+
+/// Whose cache of casts goes by the tensor that a weight is, in all of its versions.
+TEST(AsynchronousExecutor, EqualsListsOfVersionsUnderAutocast) {
+  for (const int p : {1, 2, 3}) expect_lists_of_versions(p, /*cast=*/true);
 }
 
 /// In bytes, under parameters: p - i times the stage's for PipeDream, p with vertical sync, 2 for 2BW, and not one more.
