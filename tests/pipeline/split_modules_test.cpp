@@ -165,7 +165,49 @@ TEST(SplitModules, ASplitInsideLooksIntoTheModule) {
   torch::manual_seed(1);
   // The Function of the block that is looked into is met by itself.
   EXPECT_THAT(refusal([] { pipeline::split(Stack(), {torch::randn({3, 4})}, {{"blocks.1.fc", Beginning}}); }),
-              HasSubstr("has made of what an operator gave; a torch::autograd::Function is no operator"));
+              HasSubstr("has made of what an operator gave; neither a torch::autograd::Function nor"));
+}
+
+/// Equilibrium layers solve for their gradient in a hook, energies are differentiated for their forces; ids become columns.
+struct ImplicitImpl : nn::Module {
+  ImplicitImpl() : fc(4, 4) { register_module("fc", fc); }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor y = fc(x);
+    if (y.requires_grad()) y.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+    return y;
+  }
+  nn::Linear fc;
+};
+TESSERA_MODULE(Implicit);
+
+struct HookedNet : torch::nn::Module {
+  HookedNet() {
+    register_module("in", in);
+    register_module("implicit", implicit);
+    register_module("out", out);
+  }
+  at::Tensor forward(const at::Tensor& ids) {
+    const at::Tensor h = implicit(in(torch::one_hot(ids, 5).to(at::kFloat)));
+    if (hooks_outside && h.requires_grad()) h.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+    return out(h);
+  }
+  bool hooks_outside = false;
+  torch::nn::Linear in{5, 4};
+  Implicit implicit;
+  torch::nn::Linear out{4, 2};
+};
+
+TEST(SplitModules, AModuleMayHookWhatItReturns) {
+  const std::vector<at::Tensor> inputs{torch::arange(5)};
+  for (const char* at : {"implicit", "out"}) {
+    torch::manual_seed(1);
+    const auto model = std::make_shared<HookedNet>();
+    const auto split = pipeline::split(model, inputs, {{at, Beginning}});
+    expect_same(run_pass(*model, [&] { return staged(split, inputs); }), run_pass(*model, [&] { return eager(forward_of(model), inputs); }));
+  }
+  const auto outside = std::make_shared<HookedNet>();
+  outside->hooks_outside = true;
+  EXPECT_THAT(refusal([&] { pipeline::split(outside, inputs, {{"out", Beginning}}); }), HasSubstr("a tensor with a hook (register_hook)"));
 }
 
 struct DrawnImpl : nn::Module {

@@ -20,6 +20,12 @@ namespace tessera::tape {
 
 namespace {
 
+/// A module's call runs anew, and with it what that hooks to what it returns. Those of C++ are one hook of autograd's, which has a list.
+size_t hooks_of(const at::Tensor& tensor) {
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta == nullptr ? 0 : meta->hooks_.size() + (meta->cpp_hooks_list_ ? meta->cpp_hooks_list_->size() : 0);
+}
+
 const torch::autograd::Node* maker_of(const at::Tensor& tensor) { return tensor.is_leaf() ? nullptr : tensor.grad_fn().get(); }
 
 bool same_place(const Form& a, const at::Tensor& b) {
@@ -27,7 +33,8 @@ bool same_place(const Form& a, const at::Tensor& b) {
 }
 
 constexpr const char* kFunctionWayOut =
-    "; a torch::autograd::Function is no operator, and its backward would be lost: put it into a module that is declared with TESSERA_MODULE, whose call is "
+    "; neither a torch::autograd::Function nor torch::autograd::grad is an operator, and what they are differentiated by would be lost: put the call into a "
+    "module that is declared with TESSERA_MODULE, whose call is "
     "recorded as a whole, or write it with operators";
 
 }  // namespace
@@ -65,6 +72,7 @@ int KnownTensors::add(const at::Tensor& tensor, Value::Kind kind, std::string na
   name_tensor(tensor, value);
   if (tensor.is_meta() && !at(value).is_state()) {
     makers_[value] = maker_of(tensor);
+    hooks_[value] = hooks_of(tensor);
     return value;
   }
   at::Tensor twin = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
@@ -73,6 +81,7 @@ int KnownTensors::add(const at::Tensor& tensor, Value::Kind kind, std::string na
   kept_storages_.push_back(twin.storage().getWeakStorageImpl());
   name_tensor(twin, value);
   makers_[value] = nullptr;
+  hooks_[value] = 0;
   twins_.emplace(tensor.unsafeGetTensorImpl(), std::move(twin));
   originals_.push_back(tensor);
   return value;
@@ -111,7 +120,7 @@ void KnownTensors::check_history(int value, const at::Tensor& tensor) const {
   require(tensor.requires_grad() == known.last_form().requires_grad, "pipeline: ", where_.text(),
           " is given a tensor whose requires_grad was changed by hand (set_requires_grad), which no operator repeats; use detach(), or NoGradGuard around what "
           "makes it");
-  require(!tensor.unsafeGetTensorImpl()->autograd_meta() || torch::autograd::impl::hooks(tensor).empty(), "pipeline: ", where_.text(),
+  require(hooks_of(tensor) == hooks_.at(value), "pipeline: ", where_.text(),
           " is given a tensor with a hook (register_hook), which a replay would not call; put the call into a module that is declared with TESSERA_MODULE, or "
           "the hook on a parameter");
 }
@@ -173,6 +182,7 @@ int KnownTensors::detached(int value, const at::Tensor& tensor) {
 int KnownTensors::result(const at::Tensor& tensor, int node, bool unwritten) {
   if (const auto found = numbers_.find(tensor.unsafeGetTensorImpl()); found != numbers_.end()) {
     look_again(found->second, twin(tensor), node);
+    hooks_[found->second] = hooks_of(twin(tensor));
     return found->second;
   }
   const int value = add(tensor, Value::Kind::Result, "", node);

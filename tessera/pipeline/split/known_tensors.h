@@ -78,6 +78,7 @@ class KnownTensors {
   std::unordered_map<const c10::StorageImpl*, int> storages_;
   std::vector<std::vector<Handle>> handles_;                      ///< by number of the storage; the last list: of tensors that have none
   std::unordered_map<int, const torch::autograd::Node*> makers_;  ///< grad_fn as the last operator left it
+  std::unordered_map<int, size_t> hooks_;                         ///< that it had when it was made
   std::unordered_set<int> unwritten_;
   std::vector<int> rebased_;
   std::vector<at::Tensor> originals_;

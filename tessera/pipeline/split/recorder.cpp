@@ -54,6 +54,7 @@ c10::IValue nothing_read(const std::string& name, at::ScalarType dtype) {
 bool has_shape_of_values(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
   if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
   if (op.schema().name() == "aten::repeat_interleave") return stack.back().isNone();
+  if (op.schema().name() == "aten::one_hot") return stack.back().toInt() < 0;  // as many classes as the largest value says
   if (op.schema().name() != "aten::index") return true;
   return std::ranges::any_of(stack[first + 1].toOptionalTensorVector(), [](const std::optional<at::Tensor>& index) {
     return index && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte);
