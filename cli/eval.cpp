@@ -32,7 +32,8 @@ namespace {
 
 struct EvalFlags {
   std::string from_hf, checkpoint, file, tokenizer, dump_logits;
-  int64_t seq_len = 0, micro_size = 1;
+  int64_t seq_len = 0;
+  std::optional<int64_t> micro_size;
   std::vector<std::string> sets;
   int nproc = 1;
   bool json = false;
@@ -68,7 +69,7 @@ std::string first_not_finite(const LanguageModel& model, const comm::Group& grou
 
 int eval(const EvalFlags& flags) {
   require(flags.seq_len > 0, "--seq-len = ", flags.seq_len, ": give the tokens of a window, at least 1");
-  require(flags.micro_size > 0, "--micro-size = ", flags.micro_size, ": give the windows of a forward pass, at least 1");
+  require(flags.micro_size.value_or(1) > 0, "--micro-size = ", flags.micro_size.value_or(1), ": give the windows of a forward pass, at least 1");
   auto source = find_model({.from_hf = flags.from_hf, .checkpoint = flags.checkpoint}, flags.sets);
   const Config& config = source.config;
   const auto& model = config.model;
@@ -82,7 +83,9 @@ int eval(const EvalFlags& flags) {
   const auto corpus =
       data::Corpus::open_or_build({flags.file}, *text.tokenizer, config.data.cache_dir, 0, "--file", data::documents_named(config.data.documents), text.bos);
   data::check_windows(*corpus, flags.seq_len, 1, "an evaluation", "--seq-len");
-  const int64_t micro_size = std::min(flags.micro_size, corpus->windows(flags.seq_len));  // rows beyond the windows would be padding alone
+  const bool experts_choose = model.router == "expert_choice";  // among the tokens of a forward pass
+  const int64_t asked = flags.micro_size.value_or(experts_choose ? config.batch.micro_size : 1);
+  const int64_t micro_size = std::min(asked, corpus->windows(flags.seq_len));  // rows beyond the windows would be padding alone
   const int ranks = world_size(flags.nproc);
   const auto layout = reading_layout(config, ranks);
   require(layout.copies <= corpus->windows(flags.seq_len), "mesh.dp_replicate = ", layout.copies, ": so many copies of the model would share ",
@@ -93,6 +96,10 @@ int eval(const EvalFlags& flags) {
 
   say_once(remarks);
   say_once(text.remarks);
+  if (experts_choose && micro_size != config.batch.micro_size) {
+    say_once({detail::concat("model.router = expert_choice: experts choose among the tokens of a forward pass, so the loss is that of passes of ", micro_size,
+                             " windows; it was trained, and validated, with batch.micro_size = ", config.batch.micro_size)});
+  }
   const auto unknown = data::unknown_among_targets(*corpus, *text.tokenizer, flags.seq_len);
   if (auto remark = data::unknown_remark(unknown, "the tokens of --file"); !remark.empty()) say_once({std::move(remark)});
   const int64_t left_out = data::targets_left_out(*corpus, flags.seq_len);
@@ -108,7 +115,7 @@ int eval(const EvalFlags& flags) {
     Settings settings = reading_settings(source, text);
     settings.emplace_back("--file", "content " + corpus->content());
     settings.emplace_back("--seq-len", std::to_string(flags.seq_len));
-    settings.emplace_back("--micro-size", std::to_string(flags.micro_size));
+    settings.emplace_back("--micro-size", std::to_string(asked));
     settings.emplace_back("--dump-logits", dump.empty() ? "not given" : "given");
     check_ranks_agree(world.group(), settings);
     precision::settle_compute(source.config, device, world.group());
@@ -151,7 +158,8 @@ void add_eval(Command app, int& exit_code) {
   command.add_option("--file", flags->file, "Text: plain, .gz or .dz").required();
   command.add_option("--tokenizer", flags->tokenizer, "byte, or a SentencePiece .model; default: the checkpoint's");
   command.add_option("--seq-len", flags->seq_len, "Tokens of a window").required();
-  command.add_option("--micro-size", flags->micro_size, "Windows of a forward pass").shows_default();
+  command.add_option("--micro-size", flags->micro_size,
+                     "Windows of a forward pass; default: 1, or batch.micro_size of the checkpoint where experts choose tokens (expert_choice)");
   command
       .add_option("--nproc", flags->nproc, "Ranks to start on this machine: copies of the model, or, with --set mesh.tp=N, mesh.pp=N or mesh.cp=N, parts of it")
       .shows_default();

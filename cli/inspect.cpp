@@ -76,7 +76,9 @@ json facts_of(const checkpoint::Manifest& manifest) {
   if (const auto kind = manifest.optimizer.find("kind"); kind != manifest.optimizer.end() && kind->is_string()) facts["optimizer"] = *kind;
   const auto config = config_if_any(manifest.progress);
   if (!config) return facts;  // of a program of somebody's own
-  if (config->model.experts > 0) facts["active_parameters"] = num_active_parameters(config->model);
+  const bool as_counted =
+      config->lora.modules.empty() && config->quantize.modules.empty();  // what a file holds beside, or not, is no part of the model's count
+  if (config->model.experts > 0 && as_counted) facts["active_parameters"] = num_active_parameters(config->model);
   if (const std::string layout = layout_text(*config, ranks); !layout.empty()) facts["layout"] = layout;
   return facts;
 }

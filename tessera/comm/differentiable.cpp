@@ -1,5 +1,6 @@
 #include "tessera/comm/differentiable.h"
 
+#include <algorithm>
 #include <functional>
 #include <numeric>
 #include <string>
@@ -8,9 +9,11 @@
 #include <torch/custom_class.h>
 
 #include "tessera/comm/call_site.h"
+#include "tessera/comm/collective_node.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
+#include "tessera/core/function_node.h"
 #include "tessera/core/once_differentiable.h"
 #include "tessera/layout/slice.h"
 
@@ -25,31 +28,39 @@ constexpr const char* kMessages = "let values cross by broadcast, gather or scat
 
 using Map = std::function<at::Tensor(const at::Tensor&)>;
 
+constexpr const char* kBackward = "backward";
+
+// What every rank of the group gives, or each its own.
+enum class Gives { Same, Own };
+
 // What a node remembers: how gradients flow, and which module asked, for the records of backward.
 struct Backward : torch::CustomClassHolder {
-  Backward(Map map, std::string_view site) : map(std::move(map)), site(site) {}
+  Backward(Map map, std::string_view site, Group group, Gives gives) : map(std::move(map)), site(site), group(std::move(group)), gives(gives) {}
   Map map;
   std::string site;
+  Group group;
+  Gives gives;
 };
 
 class Collective : public AutogradFunction<Collective> {
  public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const Map& forward, const Map& backward) {
-    context->saved_data["backward"] = c10::IValue::make_capsule(c10::make_intrusive<Backward>(backward, CallSite::current()));
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const Map& forward, const Map& backward, const Group& group,
+                            Gives gives) {
+    context->saved_data[kBackward] = c10::IValue::make_capsule(c10::make_intrusive<Backward>(backward, CallSite::current(), group, gives));
     return forward(x);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& gradients) {
-    const auto saved = context->saved_data["backward"].toCapsule();
+    const auto saved = context->saved_data[kBackward].toCapsule();
     const auto& remembered = static_cast<const Backward&>(*saved);
     const CallSite site(remembered.site);
-    return {remembered.map(gradients[0]), at::Tensor(), at::Tensor()};
+    return {remembered.map(gradients[0]), at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
-at::Tensor apply(const Group& group, const at::Tensor& x, const Map& forward, const Map& backward) {
+at::Tensor apply(const Group& group, const at::Tensor& x, const Map& forward, const Map& backward, Gives gives = Gives::Own) {
   if (x.requires_grad() && at::GradMode::is_enabled()) group.in_backward().by_graphs = true;
-  return Collective::apply(x, forward, backward);
+  return Collective::apply(x, forward, backward, group, gives);
 }
 
 at::Tensor packed_copy(const at::Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
@@ -143,6 +154,20 @@ bool comes_back(const at::Tensor& x) { return at::isFloatingType(x.scalar_type()
 
 }  // namespace
 
+bool gives_the_same_on(const Group& group, const torch::autograd::Node& node) {
+  const c10::IValue* const saved = saved_by(node, kBackward);
+  if (saved == nullptr || !saved->isCapsule()) return false;
+  const auto capsule = saved->toCapsule();
+  const auto* const remembered = dynamic_cast<const Backward*>(capsule.get());
+  if (remembered == nullptr || remembered->gives != Gives::Same) return false;
+  std::vector<int> members;
+  for (int member = 0; member < remembered->group.size(); ++member) members.push_back(remembered->group.world_rank(member));
+  for (int member = 0; member < group.size(); ++member) {
+    if (std::ranges::find(members, group.world_rank(member)) == members.end()) return false;
+  }
+  return true;
+}
+
 at::Tensor copy_to_group(const Group& group, const at::Tensor& x) {
   if (group.size() == 1) return x;
   return apply(group, x, [](const at::Tensor& x) { return x; }, [group](const at::Tensor& dy) { return differentiable::all_reduce(group, dy); });
@@ -158,7 +183,7 @@ at::Tensor all_reduce(const Group& group, const at::Tensor& x, Gradient gradient
   const auto backward = [group, gradient](const at::Tensor& dy) {
     return gradient == Gradient::Replicated ? differentiable::copy_to_group(group, dy) : differentiable::all_reduce(group, dy, gradient);
   };
-  return apply(group, x, forward, backward);
+  return apply(group, x, forward, backward, Gives::Same);
 }
 
 at::Tensor all_gather(const Group& group, const at::Tensor& x, int64_t dim, int64_t total, Gradient gradient) {
@@ -171,7 +196,7 @@ at::Tensor all_gather(const Group& group, const at::Tensor& x, int64_t dim, int6
   const auto backward = [group, dim, gradient](const at::Tensor& dy) {
     return gradient == Gradient::Partial ? differentiable::reduce_scatter(group, dy, dim) : differentiable::split(group, dy, dim);
   };
-  return apply(group, x, forward, backward);
+  return apply(group, x, forward, backward, Gives::Same);
 }
 
 at::Tensor reduce_scatter(const Group& group, const at::Tensor& x, int64_t dim) {
@@ -219,7 +244,7 @@ at::Tensor broadcast(const Group& group, const at::Tensor& x, int root, Gradient
     if (gradient == Gradient::Partial) return reduce_to_root(group, dy, root);
     return is_root ? dy : at::zeros_like(dy);
   };
-  return apply(group, x, forward, backward);
+  return apply(group, x, forward, backward, Gives::Same);
 }
 
 at::Tensor gather(const Group& group, const at::Tensor& x, int root) {

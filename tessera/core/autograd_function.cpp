@@ -1,8 +1,10 @@
 #include "tessera/core/autograd_function.h"
 
 #include "tessera/core/error.h"
+#include "tessera/core/function_node.h"
 
-namespace tessera::detail {
+namespace tessera {
+namespace detail {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -48,4 +50,13 @@ variable_list apply_function(FunctionCall call, c10::function_ref<variable_list(
   return AnyFunction::apply(at::TensorList(call.tensors), forward, c10::make_intrusive<KeptFunction>(backward, std::move(call.is_tensor)));
 }
 
-}  // namespace tessera::detail
+}  // namespace detail
+
+const c10::IValue* saved_by(const torch::autograd::Node& node, const std::string& key) {
+  const auto* const ours = dynamic_cast<const torch::autograd::CppNode<detail::AnyFunction>*>(&node);
+  if (ours == nullptr) return nullptr;
+  const auto found = ours->ctx_.saved_data.find(key);
+  return found == ours->ctx_.saved_data.end() ? nullptr : &found->second;
+}
+
+}  // namespace tessera

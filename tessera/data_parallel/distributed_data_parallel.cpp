@@ -15,6 +15,7 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/bucketed_step.h"
 #include "tessera/nn/flat_gradients.h"
+#include "tessera/nn/write_watch.h"
 
 // In which order gradients come nobody knows before the first backward pass: the reverse of registration is a guess, and what rank 0 then sees is made
 // everyone's by one broadcast, since any order will do as long as it is the same one. Buckets keep their memory from step to step, but a program may hold on to
@@ -80,7 +81,14 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   }
 
   /// Asked where the host waits for the other ranks' words, and so for a device.
-  uint64_t count_writes() override { return options_.replicas == ReplicaStart::Trust ? 0 : write_counts_.take(parameters_); }
+  uint64_t count_writes() override {
+    if (options_.replicas == ReplicaStart::Trust) return 0;
+    std::vector<nn::WriteCounts::Seen> own(parameters_.size());
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (synchronizes(i)) own[i] = nn::WriteCounts::of(parameters_[i].tensor);
+    }
+    return write_counts_.take(std::move(own));
+  }
 
   bool were_written() const override { return written_ || parameter_writes_.changed(parameters_) || updates_.changed(parameters_); }
 
@@ -88,20 +96,20 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   /// the next comparison, and it is the last one if it shows: whether it does all ranks see alike, since they were equal before and are now.
   void compare(bool written, bool unlike) override {
     parameter_writes_.clear();  // gradients are all ranks' now, and an optimizer may take them
-    if (!active() || options_.replicas == ReplicaStart::Trust || (was_compared_ && !written && !unlike)) return;
+    if (!active() || options_.replicas == ReplicaStart::Trust) return;
+    if (was_compared_ && !written && !unlike) return write_counts_.settle(unlike);
     unlike &= was_compared_ && !written;  // before the first step ranks may have made their weights in other ways
     written_ = written;                   // until they were found equal
     const std::string name = site("start");
     const comm::CallSite scope(name);
-    compare_replicas(
-        own_parameters(), group_, "data parallelism",
-        written  ? "on some rank it was written after a backward pass under no_sync(): an optimizer's step took gradients that were of that rank "
-                   "alone, or other values were loaded than elsewhere. Let a pass without no_sync() complete gradients before each step, the last of "
-                   "an epoch too, and load the same on every rank (ReplicaStart::Trust: who writes parameters there vouches)"
-        : unlike ? "some ranks wrote parameters more often than others since the last step: a forward that makes its weights of the first batch it "
-                   "sees, say, or values that one rank alone loads. Write the same on every rank, or broadcast what one has written "
-                   "(ReplicaStart::Trust: who writes parameters there vouches)"
-                 : "");
+    compare_replicas(own_parameters(), group_, "data parallelism",
+                     written
+                         ? "on some rank it was written after a backward pass under no_sync(): an optimizer's step took gradients that were of that rank "
+                           "alone, or other values were loaded than elsewhere. Let a pass without no_sync() complete gradients before each step, the last of "
+                           "an epoch too, and load the same on every rank (ReplicaStart::Trust: who writes parameters there vouches)"
+                     : unlike ? nn::kUnlikeWrites
+                              : "");
+    write_counts_.settle(unlike);
     was_compared_ = true;
     written_ = false;
     again_ = written && !(again_ && updates_.changed(parameters_));
@@ -353,7 +361,7 @@ class DistributedDataParallel::Impl final : public BucketedStep {
   std::vector<size_t> bucket_at_ = std::vector<size_t>(parameters_.size());
   std::vector<size_t> references_;        ///< per bucket: of our own to its memory
   nn::ParameterWrites parameter_writes_;  ///< since a pass that left gradients of this rank alone
-  nn::WriteCounts write_counts_;
+  nn::WriteCounts write_counts_{"data parallelism", group_};
   bool written_ = false;         ///< there were such, and replicas have not been compared since
   bool again_ = false;           ///< equal weights may hide that moments have parted, which the next update shows
   nn::ParameterWrites updates_;  ///< since then

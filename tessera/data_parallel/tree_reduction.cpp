@@ -388,7 +388,7 @@ class TreeReduction::Impl {
     const StepWords words{.buffers = options_.buffers == BufferBroadcast::EachStep ? hash_of_buffers(module_) : 0};
     if (group_.size() == 1 || options_.find_unused_parameters) {
       told = words;
-      return used_.anywhere(group_, &*told);
+      return used_.anywhere({group_}, &*told);
     }
     if (plain_) {
       told = used_.refuse_unused_anywhere({group_}, words);

@@ -17,6 +17,7 @@
 
 #include "tessera/comm/collectives.h"
 #include "tessera/comm/differentiable.h"
+#include "tessera/comm/engine.h"
 #include "tessera/core/error.h"
 #include "tessera/core/host_read.h"
 #include "tessera/expert_parallel/dry_load.h"
@@ -136,8 +137,9 @@ class Exchanged : public nn::Interceptor {
  public:
   Exchanged(comm::Group group, const ExpertParallelOptions& options, const nn::GroupedExpertsImpl& here)
       : group_(std::move(group)), sharers_(options.sharers), same_tokens_(options.same_tokens), apart_(options.apart) {
-    if (!options.watch || group_.size() == 1 || here.w1.is_meta()) return;
-    since_dealt_.mark(weights_of(here), {true, true, true});
+    if (!options.watch || group_.size() == 1 || !group_.engine()->moves_data()) return;
+    dealt_on_meta_ = here.w1.is_meta();
+    if (!dealt_on_meta_) since_dealt_.mark(weights_of(here), {true, true, true});
     for (const auto& weight : weights_of(here)) times_given_.push_back(nn::times_given(weight.tensor));
   }
 
@@ -155,7 +157,7 @@ class Exchanged : public nn::Interceptor {
   }
 
  private:
-  static constexpr int64_t kWritten = -1;  ///< what a rank tells that has written experts in place
+  static constexpr int64_t kWritten = -1;  ///< what a rank tells that has seen experts written in place
 
   static std::vector<nn::NamedParameter> weights_of(const nn::GroupedExpertsImpl& here) {
     return {{"w1", here.w1, {}}, {"w2", here.w2, {}}, {"w3", here.w3, {}}};
@@ -163,19 +165,23 @@ class Exchanged : public nn::Interceptor {
 
   int64_t experts_here(const nn::GroupedExpertsImpl& here) const { return here.experts() * sharers_ / group_.size(); }
 
-  /// In the first call behind the deal: whether a program has written weights in place since. A checkpoint writes what is this rank's own.
-  bool were_written(const nn::GroupedExpertsImpl& here, bool recorded) {
-    if (recorded || times_given_.empty()) return false;
+  /// What a rank tells in the first call behind the deal: kWritten where it has seen weights written in place. Of what was dealt on meta, given or loaded
+  /// since, or is another wrapper's it has seen nothing, and tells, below that, how the weights begin.
+  int64_t writes_of(const nn::GroupedExpertsImpl& here, bool recorded) {
+    if (recorded || times_given_.empty()) return 0;
     const std::vector<nn::NamedParameter> weights = weights_of(here);
     const std::vector<int64_t> before = std::exchange(times_given_, {});
-    const bool known =
-        std::ranges::equal(weights, before, {}, [](const auto& weight) { return nn::keeps_memory(weight.tensor) ? -1 : nn::times_given(weight.tensor); });
-    const bool written = known && (!since_dealt_.first_written(weights).empty() || since_dealt_.changed(weights));
+    const bool seen = !dealt_on_meta_ && std::ranges::equal(weights, before, {}, [](const auto& weight) {
+      return nn::keeps_memory(weight.tensor) ? -1 : nn::times_given(weight.tensor);
+    });
+    const bool written = seen && (!since_dealt_.first_written(weights).empty() || since_dealt_.changed(weights));
     since_dealt_.clear();
-    return written;
+    if (seen) return written ? kWritten : 0;
+    const bool is_given = std::ranges::all_of(weights, [](const auto& weight) { return nn::was_given(weight.tensor); });
+    return is_given ? 0 : kWritten - nn::beginnings_of({here.w1, here.w2, here.w3});  // what was given told_of tells
   }
 
-  /// Where some rank has written: all may have one rank's, which has written nothing where it has sent its own.
+  /// Where some rank has written, or all tell of the same beginnings: all may have one rank's, which has written nothing where it has sent its own.
   void refuse_written_alike(const nn::GroupedExpertsImpl& here) const {
     const std::vector<at::Tensor> weights{here.w1, here.w2, here.w3};
     std::vector<int64_t> bits;
@@ -221,11 +227,11 @@ class Exchanged : public nn::Interceptor {
                              const nn::Next& next) {
     if (group_.size() == 1) return next(nn::Values{rows, counts})[0].toTensor();
     const bool recorded = rows.is_meta() || counts.is_meta() || here.w1.is_meta();
-    const int64_t told = were_written(here, recorded) ? kWritten : told_of(here, recorded);
+    const int64_t writes = writes_of(here, recorded), told = writes != 0 ? writes : told_of(here, recorded);
     const Loads loads = meet(group_, sharers_, counts, {.rows = lie, .ranks = same_tokens_.size()}, told);
-    if (std::ranges::find(loads.told, kWritten) != loads.told.end()) {
+    if (std::ranges::find(loads.told, kWritten) != loads.told.end() || (writes != 0 && nn::were_given_alike(loads.told))) {
       refuse_written_alike(here);
-    } else if (told != 0) {
+    } else if (told > 0) {
       require_own_parts(here, loads.told);
     }
     const nn::DrySizes sizes = rows.is_meta() ? experts::dry_sizes(group_.size() / sharers_) : nn::DrySizes::Known;
@@ -292,6 +298,7 @@ class Exchanged : public nn::Interceptor {
   comm::Group same_tokens_;
   bool apart_;
   nn::ParameterWrites since_dealt_;
+  bool dealt_on_meta_ = false;
   std::vector<int64_t> times_given_;  ///< of the weights when they were dealt, until the first call
 };
 

@@ -26,6 +26,7 @@
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/shared_memory.h"
 #include "tessera/nn/sharing.h"
+#include "tessera/nn/write_watch.h"
 
 // Here the parts meet: the plan says which parameters form a unit, units hold memory and make the collectives, the step says what is whole and what is due, and
 // a trigger, by calls or by operators, tells it which unit is used. None knows the one above it. A slice looks like any other tensor: who is cut already is
@@ -172,6 +173,8 @@ class FullyShardedDataParallel::Impl {
                                          .done = [this] { late_->refuse("fully_shard"); }});
     choose_trigger(std::move(plan));
     late_.emplace(module_, options_.only);
+    (void)count_writes();
+    write_counts_.settle(/*unlike=*/false);
     former.refuse_use();
   }
 
@@ -337,10 +340,24 @@ class FullyShardedDataParallel::Impl {
     broadcast_buffers(module_, group_);
   }
 
-  StepWords own_words() const { return {.buffers = options_.buffers == BufferBroadcast::EachStep ? hash_of_buffers(module_) : 0}; }
+  StepWords own_words() { return {.writes = count_writes(), .buffers = options_.buffers == BufferBroadcast::EachStep ? hash_of_buffers(module_) : 0}; }
+
+  /// Of slices, whatever parameters show.
+  uint64_t count_writes() {
+    if (!step_->looped() || options_.replicate.size() == 1 || options_.replicas == ReplicaStart::Trust) return 0;
+    std::vector<nn::WriteCounts::Seen> now;
+    for (size_t unit = 0; unit < units_->size(); ++unit) {
+      for (const FlatParameters& flat : std::as_const(*units_).flats(unit)) {
+        for (size_t i = 0; i < flat.parameters().size(); ++i) {
+          now.push_back({.version = nn::WriteCounts::of(flat.parameters()[i].tensor).version, .memory = flat.slice_storage(i)});
+        }
+      }
+    }
+    return write_counts_.take(std::move(now));
+  }
 
   void complete(const std::optional<StepWords>& told) {
-    if (step_->looped()) compare();
+    if (step_->looped()) compare(told && told->unlike_writes);
     if (options_.buffers != BufferBroadcast::EachStep) return;
     if (!told || told->unlike_buffers) {
       const comm::CallSite site("fsdp.buffers");
@@ -350,14 +367,19 @@ class FullyShardedDataParallel::Impl {
     share_buffers();
   }
 
-  /// Weights may be loaded between the wrapping and the first step. Ranks of a shard hold other rows each, and nobody can tell whose values those are; replicas
-  /// of one slice can be compared.
-  void compare() {
-    if (was_compared_ || options_.replicas == ReplicaStart::Trust) return;
+  /// Weights may be loaded between the wrapping and the first step, and by some ranks alone (`unlike`). Ranks of a shard hold other rows each, and nobody can
+  /// tell whose values those are; replicas of one slice can be compared.
+  void compare(bool unlike) {
+    if (options_.replicas == ReplicaStart::Trust) return;
     const comm::CallSite site("fsdp.start");
     const nn::Unwatched quietly;
-    compare_replicas(own_parameters(), options_.replicate, "fully_shard");
+    if (unlike) {
+      write_counts_.compare(own_parameters(), was_compared_ ? nn::kUnlikeWrites : "");
+    } else if (!was_compared_) {
+      compare_replicas(own_parameters(), options_.replicate, "fully_shard");
+    }
     was_compared_ = true;
+    write_counts_.settle(unlike);
   }
 
   void choose_calls(const UnitPlan& plan) {
@@ -422,6 +444,7 @@ class FullyShardedDataParallel::Impl {
   bool calls_ = false;                ///< trigger the gathers
   bool unsharded_ = false;            ///< for good
   bool was_compared_ = false;         ///< what replicas hold, when the first step of the plain loop was complete
+  nn::WriteCounts write_counts_{"fully_shard", options_.replicate, group_};
   SynchronizationStatistics none_;
   ExplicitCalls explicit_calls_{"fully_shard"};
 };

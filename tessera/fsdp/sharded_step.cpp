@@ -371,11 +371,12 @@ bool ShardedStep::may_start_early() const {
 /// Whether the pass is there for gradients of ours: backward() is, autograd::grad and backward() for other inputs are not. What arrives does not tell, for that
 /// may differ from rank to rank.
 bool ShardedStep::accumulates() const {
-  if (drive_ == Drive::Engine) return true;
+  bool trains = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (trained_[i] && nn::accumulates_into(parameters_[i].tensor)) return true;
+    trains |= trained_[i];
   }
-  return false;
+  return drive_ == Drive::Engine && !trains;
 }
 
 /// What the program has in grad() is a slice; what backward brings is whole. Passes before this one have used what it has not cleared since.
@@ -525,7 +526,7 @@ void ShardedStep::end_backward() {
   in_backward_ = false;
   units_.statistics().num_early = units_.statistics().num_collectives;
   if (drive_ == Drive::Loop) return complete_pass();
-  last_done_ = last_;
+  if (accumulates_) last_done_ = last_;
   end_pass();
 }
 
@@ -639,13 +640,7 @@ std::vector<bool> ShardedStep::used_parameters(std::optional<StepWords>& told) {
   if (misses_unused_) return std::vector<bool>(parameters_.size(), true);
   const comm::CallSite site("fsdp.unused");
   told = own_words();
-  std::vector<bool> used = used_.anywhere(group_, &*told);
-  if (replicas_.size() == 1) return used;
-  UsedParameters anywhere("fully_shard", parameters_);
-  for (size_t i = 0; i < used.size(); ++i) {
-    if (used[i]) anywhere.mark(i);
-  }
-  return anywhere.anywhere(replicas_, &*told);
+  return used_.anywhere({group_, replicas_}, &*told);
 }
 
 void ShardedStep::finish() {

@@ -5,6 +5,7 @@
 
 #include <ATen/ExpandUtils.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/WrapDimMinimal.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -49,13 +50,27 @@ void SliceGuards::before(const c10::FunctionSchema& schema, Arguments arguments,
   refuse_local_norms(schema, arguments);
   refuse_flat_gradients(schema, arguments);
   refuse_whole_state(schema, arguments, in_call);
-  refuse_draws(schema, arguments);
   refuse_by_rows(schema, arguments);
+  refuse_draws(schema, arguments);
 }
 
 void SliceGuards::refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments) {
   const auto is_gradient = [&](const c10::IValue& value) { return tensors_.are_cut() && step_.looped() && tensors_.is_gradient(value); };
-  if (norms_.is_one(schema, arguments, is_gradient)) nn::refuse_local_norm("fully_shard", schema);
+  if (norms_.is_one(schema, arguments, is_gradient) && !stays_in_rows(schema, arguments)) nn::refuse_local_norm("fully_shard", schema);
+}
+
+/// Of a gradient's rows one by one, of which a slice has whole ones.
+bool SliceGuards::stays_in_rows(const c10::FunctionSchema& schema, Arguments arguments) const {
+  const auto dims = schema.argumentIndexWithName("dim");
+  if (!dims || !arguments[static_cast<size_t>(*dims)].isIntList()) return false;
+  const std::vector<int64_t> along = arguments[static_cast<size_t>(*dims)].toIntVector();
+  const at::Tensor& given = arguments[0].toTensor();
+  const bool is_slice = std::ranges::any_of(tensors_.parameters(), [&](const auto& item) {
+    const at::Tensor& gradient = item.first->grad();
+    const bool alias = gradient.defined() && gradient.has_storage() && gradient.storage().is_alias_of(given.storage());
+    return alias && gradient.storage_offset() == given.storage_offset() && gradient.sizes() == given.sizes() && gradient.strides() == given.strides();
+  });
+  return is_slice && !along.empty() && std::ranges::none_of(along, [&](int64_t dim) { return c10::maybe_wrap_dim(dim, given.dim()) == 0; });
 }
 
 /// torch::optim::LBFGS lays all gradients end to end and takes dot products of that.
@@ -95,8 +110,8 @@ void SliceGuards::refuse_whole_state(const c10::FunctionSchema& schema, Argument
 
 void SliceGuards::refuse_draws(const c10::FunctionSchema& schema, Arguments arguments) {
   const nn::LocalDraws::Kind kind = draws_.kind_of(schema, arguments);
-  if (kind == nn::LocalDraws::Kind::None || !tensors_.are_cut()) return;
-  const at::Tensor& drawn = arguments[0].toTensor();
+  const at::Tensor drawn = kind == nn::LocalDraws::Kind::None ? nn::LocalDraws::drawn_out(schema, arguments) : arguments[0].toTensor();
+  if (!drawn.defined() || !tensors_.are_cut()) return;
   const UnitPlace* const parameter = tensors_.parameter(drawn);
   const bool copied = kind == nn::LocalDraws::Kind::Copied;
   const std::optional<UnitPlace> place = copied ? tensors_.find_memory(drawn) : parameter ? std::optional(*parameter) : std::nullopt;

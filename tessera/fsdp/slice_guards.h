@@ -44,6 +44,7 @@ class SliceGuards {
 
  private:
   void refuse_local_norms(const c10::FunctionSchema& schema, Arguments arguments);
+  bool stays_in_rows(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_flat_gradients(const c10::FunctionSchema& schema, Arguments arguments) const;
   void refuse_whole_state(const c10::FunctionSchema& schema, Arguments arguments, bool in_call) const;
   void refuse_draws(const c10::FunctionSchema& schema, Arguments arguments);

@@ -337,7 +337,7 @@ void BucketedStep::launch_next() {
     }
     if (divides_terms(bucket)) {
       for (const size_t i : slots_[bucket]) {
-        if (trained_[i]) place(i).div_(ranks_of_mean_);
+        if (trained_[i]) place(i).data().div_(ranks_of_mean_);  // past the version, by which a clear of the program's is known (gradient_writes_)
       }
     }
     if (start(bucket)) {
@@ -458,12 +458,9 @@ void BucketedStep::complete_reductions() {
 std::vector<bool> BucketedStep::used_anywhere(StepWords& words) {
   const std::string name = site("unused");
   const comm::CallSite scope(name);
-  std::vector<bool> used;
-  for (const comm::Group& group : options_.groups) {
-    used = used_.anywhere(group, &words);
-    for (size_t i = 0; i < used.size(); ++i) {
-      if (used[i]) used_.mark(i);
-    }
+  std::vector<bool> used = used_.anywhere(options_.groups, &words);
+  for (size_t i = 0; i < used.size(); ++i) {
+    if (used[i]) used_.mark(i);
   }
   return used;
 }

@@ -103,7 +103,7 @@ class BucketedStep {
   virtual void complete_step() {}
   /// Whether parameters were written, as far as this rank sees, since gradients of it alone were left.
   virtual bool were_written() const { return false; }
-  /// How often they were, since the last step: nn::WriteCounts.
+  /// How often they were: nn::WriteCounts, over the last of the groups.
   virtual uint64_t count_writes() { return 0; }
   /// Of the plain loop, when its words have been told: whether any rank saw such writes, and whether some wrote more often than others. All ranks come here, or
   /// none.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <ranges>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -298,10 +299,11 @@ StepWords UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>&
   found[buffers] = static_cast<int64_t>(own_words.buffers);
   constexpr int64_t by_weights = 1, by_gradients = 2;  // what was written
   found[written] = (own_words.written ? by_weights : 0) | (own_words.given ? by_gradients : 0);
+  found[rank] = own.world_rank(own.rank());
   found[differs] = found[disorder] = found[unlike_writes] = found[unlike] = -1;
-  for (const comm::Group& group : groups) {
+  for (const comm::Group& group : groups | std::views::reverse) {
+    if (&group != &groups.back()) found[writes] = 0;
     if (group.size() == 1) continue;
-    if (&group == &own) found[rank] = group.world_rank(group.rank());
     const at::Tensor mine = at::tensor(found, at::kLong).to(message_device(parameter, group));
     at::Tensor all = at::zeros({words * group.size()}, mine.options());
     comm::all_gather(group, all, mine);
@@ -341,30 +343,35 @@ StepWords UsedParameters::refuse_unused_anywhere(const std::vector<comm::Group>&
   return heard;
 }
 
-std::vector<bool> UsedParameters::anywhere(const comm::Group& group, StepWords* words) const {
-  if (group.size() == 1) return std::vector<bool>(used_.begin(), used_.end());
+std::vector<bool> UsedParameters::anywhere(const std::vector<comm::Group>& groups, StepWords* words) const {
   constexpr int32_t kGiven = 1, kFailed = 2;  // who hears of a failure hears of nothing else
-  auto mine = used_;
-  if (words != nullptr) {
-    const auto hash = static_cast<int32_t>(words->buffers & 0x7fffffff), writes = static_cast<int32_t>(words->writes & 0x7fffffff);
-    mine.insert(mine.end(), {words->failed  ? kFailed
-                             : words->given ? kGiven
-                                            : 0,
-                             words->written, words->unlike_buffers, hash, -hash, writes, -writes});  // the largest of -hash is the smallest hash
+  auto heard = used_;
+  for (const comm::Group& group : groups | std::views::reverse) {
+    if (group.size() == 1) continue;
+    auto mine = heard;
+    if (words != nullptr) {
+      const auto hash = static_cast<int32_t>(words->buffers & 0x7fffffff);
+      const auto writes = &group == &groups.back() ? static_cast<int32_t>(words->writes & 0x7fffffff) : static_cast<int32_t>(words->unlike_writes);
+      mine.insert(mine.end(), {words->failed  ? kFailed
+                               : words->given ? kGiven
+                                              : 0,
+                               words->written, words->unlike_buffers, hash, -hash, writes, -writes});  // the largest of -hash is the smallest hash
+    }
+    at::Tensor used = at::tensor(mine, at::kInt).to(message_device(parameters_.front().tensor, group));
+    comm::all_reduce(group, used, comm::Op::Max);
+    used = used.cpu();
+    const int32_t* const all = used.const_data_ptr<int32_t>();
+    if (words != nullptr) {
+      const int32_t* const told = all + used_.size();
+      words->failed = told[0] == kFailed;
+      words->given = told[0] == kGiven;
+      words->written = told[1] != 0;
+      words->unlike_buffers = told[2] != 0 || told[3] != -told[4];
+      words->unlike_writes |= told[5] != -told[6];
+    }
+    heard.assign(all, all + used_.size());
   }
-  at::Tensor used = at::tensor(mine, at::kInt).to(message_device(parameters_.front().tensor, group));
-  comm::all_reduce(group, used, comm::Op::Max);
-  used = used.cpu();
-  const int32_t* const all = used.const_data_ptr<int32_t>();
-  if (words != nullptr) {
-    const int32_t* const told = all + used_.size();
-    words->failed = told[0] == kFailed;
-    words->given = told[0] == kGiven;
-    words->written = told[1] != 0;
-    words->unlike_buffers = told[2] != 0 || told[3] != -told[4];
-    words->unlike_writes = told[5] != -told[6];
-  }
-  return std::vector<bool>(all, all + used_.size());
+  return {heard.begin(), heard.end()};
 }
 
 }  // namespace tessera

@@ -110,7 +110,7 @@ struct StepWords {
   bool failed = false;          ///< the pass ended by an exception (UsedParameters::anywhere)
   bool written = false;         ///< parameters were written after a pass that left gradients of this rank alone
   bool given = false;           ///< the program has put gradients that the step adds to
-  bool unlike_writes = false;   ///< parameters were written more often on some rank than on another
+  bool unlike_writes = false;   ///< parameters were written more often on some rank than on another that holds the same
   bool unlike_buffers = false;  ///< buffers are others on some rank than on another
   uint64_t writes = 0;          ///< nn::WriteCounts
   uint64_t buffers = 0;         ///< hash_of_buffers
@@ -136,11 +136,13 @@ class UsedParameters {
   void refuse_unused(const comm::Group& group) const;
 
   /// The same on every rank where any misses one, or wants or forgives others than the rest, or came in another order, so that none goes on alone. Ranks are
-  /// those of the groups one after the other (of each rank of the first, its peers in the second): an all-gather of ten words in each.
+  /// those of the groups one after the other (of each rank of the first, its peers in the second): an all-gather of twelve words in each. Ranks of the last
+  /// group hold the same, so their writes are compared; it goes first, for the others to hear of it.
   StepWords refuse_unused_anywhere(const std::vector<comm::Group>& groups, const StepWords& own = {}) const;
 
-  /// Which were used on any rank: one all-reduce of a word each, and five more with `words`, of which it tells and hears what is not of order.
-  std::vector<bool> anywhere(const comm::Group& group, StepWords* words = nullptr) const;
+  /// Which were used on any rank of the groups, as above: in each one all-reduce of a word for each, and seven more with `words`, of which it tells and hears
+  /// what is not of order.
+  std::vector<bool> anywhere(const std::vector<comm::Group>& groups, StepWords* words = nullptr) const;
 
  private:
   bool is_missing(size_t index) const { return wanted_[index] && used_[index] == 0 && !forgiven_[index]; }

@@ -41,6 +41,18 @@ std::optional<int64_t> bits_given(const at::Tensor& part) {
   return was_given(part) ? std::optional(static_cast<int64_t>(hash_of_values(values))) : std::nullopt;
 }
 
+int64_t beginnings_of(const std::vector<at::Tensor>& parts) {
+  constexpr int64_t kValues = 16;
+  const at::NoGradGuard no_grad;
+  const NotRepeated looking;
+  std::vector<int64_t> bits;
+  for (const at::Tensor& part : parts) {
+    const at::Tensor values = in_use(part).detach().reshape({-1});
+    bits.push_back(bits_of(values.narrow(0, 0, std::min(values.numel(), kValues))));
+  }
+  return std::max<int64_t>(1, told_together(bits));
+}
+
 int64_t told_together(const std::vector<int64_t>& bits) {
   if (std::ranges::all_of(bits, [](int64_t each) { return each == 0; })) return 0;
   return static_cast<int64_t>(hash_bytes(bits.data(), bits.size() * sizeof(int64_t)) >> 1) | 1;  // below zero is nobody's

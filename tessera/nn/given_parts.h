@@ -20,6 +20,9 @@ int64_t bits_of(const at::Tensor& part);
 /// case. Reads it on the host.
 std::optional<int64_t> bits_given(const at::Tensor& part);
 
+/// A number above zero of the first values of each part: ranks on which it differs hold other parts. Costs less than the bits of all.
+int64_t beginnings_of(const std::vector<at::Tensor>& parts);
+
 /// What a rank tells the others of its parts, of which these are the bits: one number above zero; 0 where there is nothing to compare.
 int64_t told_together(const std::vector<int64_t>& bits);
 /// Of parts at hand: 0 also where one was not given.

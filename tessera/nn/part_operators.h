@@ -48,6 +48,9 @@ class LocalDraws {
   /// It is told all operators, in their order.
   Kind kind_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments);
 
+  /// What an operator fills that is given as `out`: from the generator, or with an identity, which torch::nn::init::eye_ makes so; undefined of any other.
+  static at::Tensor drawn_out(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments);
+
  private:
   int64_t factored_ = 0;  ///< elements of what was made orthogonal last, until something is copied
 };

@@ -10,6 +10,7 @@
 #include "tessera/nn/gradient_guard.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/part_operators.h"
+#include "tessera/nn/shared_memory.h"
 
 namespace tessera::nn {
 namespace {
@@ -27,8 +28,9 @@ class PartWatcher final : public OperatorWatcher {
     const at::ArrayRef<c10::IValue> arguments(stack.data() + (stack.size() - count), count);
     if (norms_.is_one(schema, arguments, [&](const c10::IValue& value) { return is_gradient(value); })) refuse_local_norm(technique_, schema);
     const LocalDraws::Kind kind = draws_.kind_of(schema, arguments);
-    if (kind == LocalDraws::Kind::None || arguments[0].toTensor().is_meta()) return;
-    if (const Part* const part = find(arguments[0].toTensor(), /*handles=*/kind == LocalDraws::Kind::Copied)) {
+    const at::Tensor drawn = kind == LocalDraws::Kind::None ? LocalDraws::drawn_out(schema, arguments) : arguments[0].toTensor();
+    if (!drawn.defined() || drawn.is_meta()) return;
+    if (const Part* const part = find(drawn, /*handles=*/kind == LocalDraws::Kind::Copied)) {
       refuse_local_draw(technique_, schema, kind, part->name, "before " + technique_);
     }
   }
@@ -40,8 +42,14 @@ class PartWatcher final : public OperatorWatcher {
     std::string name;
   };
 
+  static bool lies_somewhere(const at::Tensor& tensor) { return tensor.defined() && tensor.has_storage() && tensor.numel() > 0; }
+
+  /// Neighbours in a bucket of gradients are none.
   static bool is_alias(const at::Tensor& one, const at::Tensor& other) {
-    return one.defined() && other.defined() && one.has_storage() && other.has_storage() && one.storage().is_alias_of(other.storage());
+    if (!lies_somewhere(one) || !lies_somewhere(other) || !one.storage().is_alias_of(other.storage())) return false;
+    const auto [begin, end] = bytes_of(one);
+    const auto [other_begin, other_end] = bytes_of(other);
+    return begin < other_end && other_begin < end;
   }
 
   /// One that somebody shards further, whose slices it watches, is left to him.

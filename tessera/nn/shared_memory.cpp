@@ -17,6 +17,14 @@
 #include "tessera/nn/operator_watch.h"
 
 namespace tessera::nn {
+
+std::pair<int64_t, int64_t> bytes_of(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  const auto width = static_cast<int64_t>(tensor.element_size());
+  return {tensor.storage_offset() * width, (tensor.storage_offset() + last + 1) * width};
+}
+
 namespace {
 
 /// Where a tensor lies in its storage.
@@ -30,15 +38,13 @@ struct Extent {
 bool lies_somewhere(const at::Tensor& tensor) { return tensor.defined() && tensor.has_storage() && tensor.numel() > 0; }
 
 Extent extent_of(const at::Tensor& tensor) {
-  int64_t last = 0;
-  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-  const auto width = static_cast<int64_t>(tensor.element_size());
+  const auto [begin, end] = bytes_of(tensor);
   return {.sizes = tensor.sizes().vec(),
           .strides = tensor.strides().vec(),
           .offset = tensor.storage_offset(),
-          .width = width,
-          .begin = tensor.storage_offset() * width,
-          .end = (tensor.storage_offset() + last + 1) * width};
+          .width = static_cast<int64_t>(tensor.element_size()),
+          .begin = begin,
+          .end = end};
 }
 
 struct Place {

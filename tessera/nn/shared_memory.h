@@ -1,7 +1,9 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -10,6 +12,9 @@
 
 /// What techniques that move parameters share. Not part of the public surface.
 namespace tessera::nn {
+
+/// Between which bytes of its storage a tensor that has one, and elements, lies; with the gaps between its elements.
+std::pair<int64_t, int64_t> bytes_of(const at::Tensor& tensor);
 
 /// Throws ConfigError, by both names, where two of `parameters`, or one of them and a buffer of `module`, lie in the same memory without being one tensor: a
 /// write to one is seen by the other, and would not be once `technique` has given each parameter memory of its own.

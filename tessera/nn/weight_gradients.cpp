@@ -221,7 +221,7 @@ at::Tensor linear_with_weights_later(const at::Tensor& given, const at::Tensor& 
                                      const at::Tensor& of_bias, const std::optional<Fp8Products>& fp8) {
   // What at::linear casts is what backward multiplies by, whether autocast is on there or not.
   const auto type = given.device().type();
-  const bool casts = !fp8 && at::autocast::is_autocast_enabled(type);
+  const bool casts = !fp8 && at::autocast::is_autocast_available(type) && at::autocast::is_autocast_enabled(type);
   const auto cast = [&](const at::Tensor& tensor) { return casts ? at::autocast::cached_cast(at::autocast::get_autocast_dtype(type), tensor, type) : tensor; };
   const at::Tensor x = cast(given), weight = cast(given_weight), bias = cast(given_bias);
   if (!leaves_weight_gradients(x, {of_weight, bias.defined() ? of_bias : at::Tensor()})) {

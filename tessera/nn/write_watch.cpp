@@ -8,11 +8,16 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/ne.h>
+#include <ATen/ops/tensor.h>
 
+#include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/core/hash.h"
 #include "tessera/core/host_read.h"
+#include "tessera/core/log.h"
+#include "tessera/nn/flat_gradients.h"
 #include "tessera/nn/gradient_guard.h"
+#include "tessera/nn/replicas.h"
 
 // A tensor's version counter is the cheap sign of a write, and the whole tensor's hash would be the sure one, at the price of reading the model in each step.
 // In between, for what goes past the counter: 16 elements spread over the tensor. An optimizer's step changes nearly all elements; a write that misses these 16
@@ -121,17 +126,55 @@ bool ParameterWrites::changed(const std::vector<NamedParameter>& parameters) con
   });
 }
 
-uint64_t WriteCounts::take(const std::vector<NamedParameter>& parameters) {
+WriteCounts::Seen WriteCounts::of(const at::Tensor& parameter) {
+  return {.version = parameter.is_inference() ? 0 : static_cast<int64_t>(parameter._version()),
+          .memory = parameter.has_storage() ? parameter.storage().unsafeGetStorageImpl() : nullptr};
+}
+
+WriteCounts::WriteCounts(std::string technique, comm::Group replicas, comm::Group shard)
+    : technique_(std::move(technique)), replicas_(std::move(replicas)), shard_(std::move(shard)) {}
+
+uint64_t WriteCounts::take(std::vector<Seen> now) {
   Hasher hasher;
-  seen_.resize(parameters.size());
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor& tensor = parameters[i].tensor;
-    const Seen now{.version = tensor._version(), .memory = tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr};
-    const std::array<int64_t, 2> since{now.version - seen_[i].version, now.memory != seen_[i].memory ? 1 : 0};
+  hasher.update(&taken_, sizeof taken_);
+  seen_.resize(now.size());
+  for (size_t i = 0; i < now.size(); ++i) {
+    const std::array<int64_t, 2> since{now[i].version - seen_[i].version, now[i].memory != seen_[i].memory ? 1 : 0};
     hasher.update(since.data(), sizeof since);
-    seen_[i] = now;
   }
-  return hasher.value();
+  seen_ = std::move(now);
+  return taken_ = hasher.value();
+}
+
+void WriteCounts::compare(const std::vector<NamedParameter>& parts, const std::string& reason) const {
+  std::string found;
+  try {
+    compare_replicas(parts, replicas_, technique_, reason);
+  } catch (const ConfigError& error) {
+    found = error.what();
+  }
+  bool elsewhere = false;
+  if (shard_.size() > 1 && !parts.empty()) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor differs = at::tensor({found.empty() ? 0 : 1}, at::kLong).to(message_device(parts.front().tensor, shard_));
+    comm::all_reduce(shard_, differs, comm::Op::Max);
+    elsewhere = found.empty() && !parts.front().tensor.is_meta() && differs.cpu().item<int64_t>() != 0;
+  }
+  require(found.empty(), found);
+  require(!elsewhere, technique_, ": the replicas differ in what another rank of ", shard_.name(), " holds, which names the parameter",
+          reason.empty() ? "" : "; " + reason);
+}
+
+void WriteCounts::settle(bool unlike) {
+  constexpr int kTold = 10;
+  taken_ = 0;
+  if (!unlike && unlike_in_a_row_ < kTold) unlike_in_a_row_ = 0;
+  if (!unlike || ++unlike_in_a_row_ != kTold || replicas_.rank() + shard_.rank() > 0) return;
+  log().warn(
+      "{}: in each of the last {} steps some ranks wrote parameters more often than others, and all held the same then. If that is the program's way (each "
+      "rank updates its share of the parameters and broadcasts it), wrap with ReplicaStart::Trust: until then every such step compares the replicas, by a "
+      "hash of all parameters",
+      technique_, kTold);
 }
 
 std::string ParameterWrites::first_written(const std::vector<NamedParameter>& parameters) const {

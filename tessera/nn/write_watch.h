@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "tessera/comm/group.h"
 #include "tessera/nn/parameter.h"
 
 /// What a program has written where memory was laid out, or between two backward passes of one step. Not part of the public surface.
@@ -80,18 +81,39 @@ class ParameterWrites {
   std::map<std::string, at::Tensor> device_samples_;  ///< by device, the bytes of all that are marked there
 };
 
-/// How often each parameter was written by operators, or given other memory (set_data), since the last take(), as one number, for ranks to compare: an
-/// optimizer writes as often on all. Writes through data() and by pointers do not show.
+inline constexpr const char* kUnlikeWrites =
+    "some ranks wrote parameters more often than others since the last step that all completed: a forward that makes its weights of the first batch it sees, "
+    "say, or values that one rank alone loads. Write the same on every rank, or broadcast what one has written (ReplicaStart::Trust: who writes parameters "
+    "there vouches)";
+
+/// How often parameters were written by operators, or given other memory (set_data), between steps of the plain loop, for ranks that hold the same to compare:
+/// an optimizer writes as often on all. Writes through data() and by pointers do not show.
 class WriteCounts {
  public:
-  uint64_t take(const std::vector<NamedParameter>& parameters);
+  /// What shows that a parameter was written. By default: of what is not to be looked at.
+  struct Seen {
+    int64_t version = 0;
+    const void* memory = nullptr;
+  };
+  static Seen of(const at::Tensor& parameter);
+
+  /// Ranks of `replicas` hold the same, those of `shard` other parts.
+  WriteCounts(std::string technique, comm::Group replicas, comm::Group shard = comm::Group::self());
+
+  /// As one number, since the last time, and of all times since settle(): what was told in a step that failed is told again.
+  uint64_t take(std::vector<Seen> now);
+  /// Where numbers were unlike: refuses what the replicas do not hold alike of `parts` (compare_replicas), on all ranks of `shard`. Traffic: as that, and an
+  /// all-reduce of a word over `shard`.
+  void compare(const std::vector<NamedParameter>& parts, const std::string& reason = kUnlikeWrites) const;
+  /// Numbers were alike, or (`unlike`) replicas equal. Where that is so in each step, the first rank tells once how not to pay for it.
+  void settle(bool unlike);
 
  private:
-  struct Seen {
-    int64_t version;
-    const void* memory;
-  };
+  std::string technique_;
+  comm::Group replicas_, shard_;
   std::vector<Seen> seen_;
+  uint64_t taken_ = 0;
+  int unlike_in_a_row_ = 0;  ///< settled so
 };
 
 }  // namespace tessera::nn

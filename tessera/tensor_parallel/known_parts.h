@@ -46,10 +46,12 @@ class KnownParts final : public nn::Interceptor {
     std::string name;
     WeakTensor tensor;
     bool is_looked_after = false;               ///< no term, or terms were summed
+    bool was_shown = false;                     ///< with data, in a call
     std::shared_ptr<at::Tensor> at_gradient{};  ///< the sum of its values when a gradient came
     Attachment listening{};
   };
 
+  void tell(Part& part, const at::Tensor& parameter) const;
   void check_known(const std::string& name, const at::Tensor& parameter) const;
   void look_after_term(Part& part, const at::Tensor& parameter) const;
 
@@ -62,7 +64,7 @@ class KnownParts final : public nn::Interceptor {
 /// What a plan does not name is taken for whole, with the whole of its gradient. Around the calls of all of the plan's layers, one for all: of the layer that
 /// this rank calls first (a stage of a pipeline calls its own alone) a few calls look whether the ranks have updated it alike (nn::require_alike), and whether
 /// all have been given one rank's parts, which they look for in evaluations, too: there of a layer whose forward meets the other ranks anyway, for a program
-/// may have one rank evaluate others. The first call looks at what was written in place since the cut, before updates make others of it. Whether sharded
+/// may have one rank evaluate others. The first call looks at what was written since the cut, before updates make others of it. Whether sharded
 /// parameters, whose slices are not shown while a forward runs, were updated alike nn::sum_terms looks.
 class WholeParts final : public nn::Interceptor {
  public:
@@ -81,12 +83,14 @@ class WholeParts final : public nn::Interceptor {
   std::set<const nn::Module*> meeting_;
   std::shared_ptr<ToldParts> told_;
   std::vector<nn::NamedParameter> parameters() const;  ///< those that are left
+  int64_t writes_of(const std::vector<nn::NamedParameter>& there, const std::vector<nn::NamedParameter>& parts) const;
   void refuse_what_was_written_alike(const std::vector<nn::NamedParameter>& there);
 
   std::vector<std::pair<std::string, WeakTensor>> parts_;
   std::vector<int64_t> times_given_;  ///< of each, at the cut
   nn::ParameterWrites since_cut_;
-  bool may_be_written_ = false;  ///< whether nobody has looked yet at what was written since the cut
+  bool was_cut_on_meta_ = false;  ///< some of them; so nobody knows what they were first
+  bool may_be_written_ = false;   ///< whether nobody has looked yet at what was written since the cut
   Passes training_, evaluation_;
 };
 

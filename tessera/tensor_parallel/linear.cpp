@@ -25,7 +25,7 @@ class ColumnWise : public nn::Interceptor {
     }
     outputs[0] = convert(*context_, module.path(), outputs[0].toTensor(), TensorLayout::Features, style_.output, features());
     if (context_->open_features && style_.output == TensorLayout::Features) {
-      context_->open_features->open(module.path(), outputs[0].toTensor(), shares_, context_->group.rank());
+      context_->open_features->open(module.path(), outputs[0].toTensor(), shares_);
     }
     return outputs;
   }

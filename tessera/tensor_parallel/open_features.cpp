@@ -1,10 +1,12 @@
 #include "tessera/tensor_parallel/open_features.h"
 
 #include <algorithm>
-#include <limits>
+#include <functional>
 #include <unordered_set>
-#include <utility>
 
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include "tessera/comm/collective_node.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/dropout.h"
 #include "tessera/nn/noted.h"
@@ -12,55 +14,88 @@
 #include "tessera/tensor_parallel/convert.h"
 
 // What a tensor is made of the graph of the pass knows, and nothing else does: shapes do not tell h / t features of a feed-forward layer from h of the stream.
-// A node is numbered when it is made, so nothing before the oldest output that is open is looked at.
+// A node is numbered when it is made, so nothing before an output is looked at.
 
 namespace tessera::tensor_parallel {
 
 namespace {
+
 bool has_graph(const at::Tensor& tensor) { return tensor.requires_grad() && tensor.grad_fn() != nullptr; }
+
+int64_t num_rows(at::IntArrayRef sizes) { return c10::multiply_integers(sizes.slice(0, sizes.size() - 1)); }
+
+/// Of what a node gave as its output number `place`; empty where that has none.
+at::IntArrayRef sizes_of(const torch::autograd::Node& node, uint32_t place) {
+  const auto& output = node.input_metadata(place);
+  if (output.was_default_constructed() || output.is_nested_tensor()) return {};
+  return c10::asIntArrayRefSlowOpt(output.shape_as_dim_vector()).value_or(at::IntArrayRef());
+}
+
+/// As of weights of attention. Along features that are cut it would need the other ranks'.
+bool is_softmax_of_rows(const at::Tensor& x) {
+  const auto* const node = has_graph(x) ? dynamic_cast<const torch::autograd::generated::SoftmaxBackward0*>(x.grad_fn().get()) : nullptr;
+  return node != nullptr && (node->dim == -1 || node->dim == x.dim() - 1);
+}
+
 }  // namespace
 
-void OpenFeatures::open(const std::string& path, const at::Tensor& output, const std::vector<FeatureShare>& shares, int rank) {
+/// Of heads there are more dimensions, and of weights of attention more dimensions or rows than the layer gave. Where a rank has one head, its weights may be
+/// as many as its features.
+bool OpenFeatures::Opened::may_show_in(const at::Tensor& x) const {
+  if (x.size(-1) != share.size || x.dim() > static_cast<int64_t>(sizes.size()) || is_softmax_of_rows(x)) return false;
+  if (x.dim() < static_cast<int64_t>(sizes.size())) return num_rows(x.sizes()) <= num_rows(sizes);
+  return std::equal(x.sizes().begin(), x.sizes().end() - 1, sizes.begin(), std::less_equal<>());
+}
+
+/// Whether a node gives all features of the layer's rows, of one tensor that has them not: so does a collective that the program has written itself, or what
+/// arranges its result. (Of several tensors one rank alone makes that: two layers' features one beside the other.)
+bool OpenFeatures::Opened::is_brought_together_by(const Node& node) const {
+  if (all == share.size || node.num_inputs() != 1) return false;
+  const auto is_whole = [&](at::IntArrayRef given) { return !given.empty() && given.back() == all && num_rows(given) == num_rows(sizes); };
+  if (!is_whole(sizes_of(node, 0))) return false;
+  std::unordered_set<const Node*> from;
+  for (const torch::autograd::Edge& edge : node.next_edges()) {
+    if (!edge.is_valid()) continue;
+    if (is_whole(sizes_of(*edge.function, edge.input_nr))) return false;
+    from.insert(edge.function.get());
+  }
+  return from.size() == 1;
+}
+
+void OpenFeatures::open(const std::string& path, const at::Tensor& output, const std::vector<FeatureShare>& shares) {
   std::erase_if(opened_, [&](const Opened& one) { return one.taken || (one.node ? one.node->expired() : one.path == path); });
   std::erase_if(bounds_, [](const auto& node) { return node.expired(); });
   opened_.push_back({.path = path,
                      .node = has_graph(output) ? std::optional<WeakNode>(output.grad_fn()) : std::nullopt,
-                     .dims = output.dim(),
-                     .share = shares[static_cast<size_t>(rank)],
-                     .all = shares.back().begin + shares.back().size,
-                     .ranks = static_cast<int>(shares.size())});
+                     .sizes = output.sizes().vec(),
+                     .share = shares[static_cast<size_t>(group_.rank())],
+                     .all = shares.back().begin + shares.back().size});
 }
 
 void OpenFeatures::close(const at::Tensor& input) {
-  const std::vector<bool> taken = behind(input);
-  for (size_t i = 0; i < opened_.size(); ++i) opened_[i].taken = opened_[i].taken || taken[i] || !opened_[i].node;
+  for (Opened& one : opened_) one.taken = one.taken || is_behind(one, input) || !one.node;
 }
 
 void OpenFeatures::bound(const at::Tensor& output) {
   if (has_graph(output)) bounds_.emplace_back(output.grad_fn());
 }
 
-/// Of which outputs the graph of x has the nodes.
-std::vector<bool> OpenFeatures::behind(const at::Tensor& x) const {
-  std::vector<bool> found(opened_.size(), false);
-  if (!has_graph(x)) return found;
+/// Whether the graph of x has the output's node, and nothing lies between the two of which each rank has the whole.
+bool OpenFeatures::is_behind(const Opened& one, const at::Tensor& x) const {
+  const c10::intrusive_ptr<Node> origin = one.node ? one.node->lock() : c10::intrusive_ptr<Node>();
+  if (!origin || !has_graph(x)) return false;
   std::unordered_set<const Node*> bounds, seen;
   for (const auto& bound : bounds_) bounds.insert(bound.lock().get());
-  uint64_t oldest = std::numeric_limits<uint64_t>::max();
-  std::vector<c10::intrusive_ptr<Node>> nodes;
-  for (const Opened& one : opened_) {
-    nodes.push_back(one.node ? one.node->lock() : c10::intrusive_ptr<Node>());
-    if (nodes.back()) oldest = std::min(oldest, nodes.back()->sequence_nr());
-  }
   std::vector<const Node*> next{x.grad_fn().get()};
   while (!next.empty()) {
     const Node* const node = next.back();
     next.pop_back();
-    if (node == nullptr || node->sequence_nr() < oldest || bounds.contains(node) || !seen.insert(node).second) continue;
-    for (size_t i = 0; i < nodes.size(); ++i) found[i] = found[i] || nodes[i].get() == node;
+    if (node == origin.get()) return true;
+    if (node == nullptr || node->sequence_nr() < origin->sequence_nr() || !seen.insert(node).second) continue;
+    if (bounds.contains(node) || comm::differentiable::gives_the_same_on(group_, *node) || one.is_brought_together_by(*node)) continue;
     for (const torch::autograd::Edge& edge : node->next_edges()) next.push_back(edge.function.get());
   }
-  return found;
+  return false;
 }
 
 namespace {
@@ -68,17 +103,16 @@ std::string beside(const std::string& path) { return path.substr(0, path.rfind('
 }  // namespace
 
 std::optional<OpenFeatures::Block> OpenFeatures::find(const std::string& path, const at::Tensor& x) const {
-  const std::vector<bool> is_behind = behind(x);
   std::optional<Block> found;
-  for (size_t i = 0; i < opened_.size(); ++i) {
-    const Opened& one = opened_[i];
-    const bool shows = x.size(-1) == one.share.size && x.dim() <= one.dims;
-    const bool graph = one.node && x.requires_grad();
-    if (x.size(-1) == one.all && one.all != one.share.size) continue;  // the program has brought all together
-    if (graph ? !is_behind[i] : one.taken || !shows || !path.starts_with(beside(one.path))) continue;
+  for (const Opened& one : opened_) {
+    const bool shows = one.may_show_in(x), graph = one.node && x.requires_grad();
+    if (graph ? !is_behind(one, x) : one.taken || !shows || !path.starts_with(beside(one.path))) continue;
     // Of queries and keys, which attention makes its output of, it has the queries' features: there are as many or more of them.
     if (shows && (!found || found->by_rank || one.all > found->all)) found = Block{.first = one.share.begin, .all = one.all};
-    if (!shows && !found) found = Block{.first = one.share.first_holder, .all = one.ranks, .by_rank = true};
+    // Ranks that share keys drop other things of them, each of its own queries.
+    if (!shows && (!found || (found->by_rank && one.share.holders == 1))) {
+      found = Block{.first = one.share.first_holder, .all = group_.size(), .by_rank = true};
+    }
   }
   return found;
 }

@@ -4,11 +4,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
+#include "tessera/comm/group.h"
 #include "tessera/layout/feature_cut.h"
 #include "tessera/nn/interceptor.h"
 
@@ -16,10 +18,12 @@ namespace tessera::tensor_parallel {
 
 struct Context;
 
-/// What column-wise layers gave and no row-wise layer has taken yet: of which features the tensors between the two are. One rank, one thread; holds no tensor
-/// and no graph.
+/// What column-wise layers gave and no row-wise layer has taken yet, nor a collective of the program brought together: of which features the tensors between
+/// the two are. One rank, one thread; holds no tensor and no graph.
 class OpenFeatures {
  public:
+  explicit OpenFeatures(comm::Group group) : group_(std::move(group)) {}
+
   /// Of which of all features a tensor is.
   struct Block {
     int64_t first = 0, all = 0;
@@ -27,13 +31,13 @@ class OpenFeatures {
   };
 
   /// The column-wise layer `path` gave `output`, this rank's share.
-  void open(const std::string& path, const at::Tensor& output, const std::vector<FeatureShare>& shares, int rank);
+  void open(const std::string& path, const at::Tensor& output, const std::vector<FeatureShare>& shares);
   /// A row-wise layer takes `input`, and gave `output`.
   void close(const at::Tensor& input);
   void bound(const at::Tensor& output);
 
   /// Of what module `path` is given; nothing where it is not made of features that are open. Where a graph is recorded it tells; without one the module has to
-  /// lie beside the layer, and the last dimension to be as long.
+  /// lie beside the layer. Where its last dimension has them, that is as long, and there are no more dimensions or rows than the layer gave.
   std::optional<Block> find(const std::string& path, const at::Tensor& x) const;
 
  private:
@@ -42,15 +46,18 @@ class OpenFeatures {
   struct Opened {
     std::string path;
     std::optional<WeakNode> node;  ///< of the output, where a graph is recorded
-    int64_t dims;
+    std::vector<int64_t> sizes;
     FeatureShare share;
     int64_t all;
-    int ranks;
     bool taken = false;
+
+    bool may_show_in(const at::Tensor& x) const;
+    bool is_brought_together_by(const Node& node) const;
   };
 
-  std::vector<bool> behind(const at::Tensor& x) const;
+  bool is_behind(const Opened& one, const at::Tensor& x) const;
 
+  comm::Group group_;
   std::vector<Opened> opened_;
   std::vector<WeakNode> bounds_;  ///< of what row-wise layers gave: what lies behind is not of features any more
 };

@@ -167,7 +167,7 @@ class Builder {
     module.apply([&](torch::nn::Module& one) {
       auto* const drop = dynamic_cast<nn::DropoutImpl*>(&one);
       if (drop == nullptr || owners_.contains(drop) || !seen.insert(drop).second) return;
-      if (!context_->open_features) context_->open_features = std::make_shared<tensor_parallel::OpenFeatures>();
+      if (!context_->open_features) context_->open_features = std::make_shared<tensor_parallel::OpenFeatures>(context_->group);
       attached_.add(nn::attach(*drop, tensor_parallel::drop_features(context_)));
     });
   }

@@ -69,8 +69,8 @@ Inputs open_inputs(const Config& config, const OpenOptions& options = {});
 /// refuse it. Throws ConfigError; also where ranks do not see the same checkpoint.
 void check_hashes(Inputs& inputs, const Config& config, const comm::World& world);
 
-/// What checkpoint.partial makes of a checkpoint, by names of the whole model's parameters and buffers: those that are loaded, those that begin anew, and what the
-/// checkpoint has beyond them, which is left unread. Weights in fewer bits, which no checkpoint holds, are none of these.
+/// What checkpoint.partial makes of a checkpoint, by names of the whole model's parameters and buffers: those that are loaded, those that begin anew, and what
+/// the checkpoint has beyond them, which is left unread. Weights in fewer bits, which no checkpoint holds, are none of these.
 struct PartialLoad {
   std::vector<std::string> loaded, fresh, unread;
 };
@@ -82,6 +82,10 @@ std::string other_model(const ResumePoint& resume, const Config& config);
 /// What a run that goes on does otherwise than the one that saved, to be said aloud once: settings, what checkpoint.partial leaves out, and what more steps
 /// make of the learning rate.
 std::vector<std::string> changes_since(const ResumePoint& resume, const Config& config);
+
+/// Of an asynchronous schedule, whose updates sum micro-batches of all data ranks: that of `data_ranks` an update has another number of samples than where the
+/// checkpoint was saved, which is another run from here on; empty: it has as many.
+std::string other_update(const ResumePoint& resume, const Config& config, int data_ranks);
 
 /// Refuses a checkpoint.dir that holds checkpoints of another run, unless checkpoint.replace says that they may be set aside. Reads only. Throws ConfigError.
 void check_checkpoint_dir(const Config& config, const Inputs& inputs);

@@ -23,10 +23,6 @@ auto read_field(const nlohmann::json& progress, const char* field, const std::st
   }
 }
 
-int data_ranks_of(const nlohmann::json& progress, const std::string& source) {
-  return read_field(progress, "data_ranks", source, [](const nlohmann::json& n) { return n.get<int>(); });
-}
-
 bool holds_exactly(const BucketLayout& plan, std::span<const GradientSpec> gradients, const std::string& source) {
   try {
     check_bucket_layout(plan, gradients, source);
@@ -37,6 +33,10 @@ bool holds_exactly(const BucketLayout& plan, std::span<const GradientSpec> gradi
 }
 
 }  // namespace
+
+int data_ranks_of(const nlohmann::json& progress, const std::string& source) {
+  return read_field(progress, "data_ranks", source, [](const nlohmann::json& n) { return n.get<int>(); });
+}
 
 nlohmann::json progress_json(const Config& config, const data::Cursor& cursor, const nlohmann::json& plans, const nlohmann::json& algorithms, int data_ranks) {
   return {{"config", to_toml(config)},

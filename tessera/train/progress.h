@@ -26,6 +26,7 @@ std::vector<std::string> trained_beside_adapters(const Config& config, const nlo
 /// Each reads its part back. Throw ConfigError naming `source` where it is missing or damaged; a program of somebody's own saves no configuration.
 data::Cursor cursor_of(const nlohmann::json& progress, const std::string& source);
 Config config_of(const nlohmann::json& progress, const std::string& source);
+int data_ranks_of(const nlohmann::json& progress, const std::string& source);
 /// Nothing where there is none: what a program of somebody's own saved may call anything "config".
 std::optional<Config> config_if_any(const nlohmann::json& progress);
 

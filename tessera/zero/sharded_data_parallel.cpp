@@ -16,6 +16,7 @@
 #include "tessera/nn/late_updates.h"
 #include "tessera/nn/names.h"
 #include "tessera/nn/shared_memory.h"
+#include "tessera/nn/write_watch.h"
 #include "tessera/zero/flat_buckets.h"
 
 // A bucket is cut into n equal parts, through parameters where it comes so: equal parts need no padding to the largest, and one collective each way. The price
@@ -57,6 +58,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
         memory_(groups_.shard),
         is_zeroed_(parameters_.size(), false),
         standing_(parameters_.size(), 0),
+        shown_(parameters_.size(), nullptr),
+        seen_parts_(parameters_.size(), name_of({})),
         zeroed_parts_(parameters_.size()) {
     require(options_.stage == 1 || options_.stage == 2, "zero.stage = ", options_.stage,
             ": this class shards optimizer state (1) and gradients (2); parameters are sharded by fully_shard (3)");
@@ -83,7 +86,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   ~Impl() override {
     let_go();
     for (size_t i = 0; i < guards_.size(); ++i) {
-      if (standing_[i] != 0 || parameters_[i].tensor.grad().is_same(guards_[i])) drop_guard(i);
+      if (shows_standing(i) || parameters_[i].tensor.grad().is_same(guards_[i])) drop_guard(i);
     }
   }
 
@@ -95,6 +98,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
               "' was given other values (torch::load, set_data, another wrapper that holds it, too) between the optimizer's step and after_update(); load "
               "before the step or after it, and give each "
               "wrapper parameters of its own (`only`)");
+      refuse_former(i);  // an optimizer that asks nobody before its step has left the parameter out
     }
     const comm::CallSite site("zero.parameters");
     std::vector<comm::Pending> gathers;
@@ -111,7 +115,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   const std::vector<nn::NamedParameter>& shards() {
     if (active()) {
       take_replaced();
-      follow_parts();
+      follow_parts(Look::Shows);
       follow_frozen();
     }
     return shards_;
@@ -122,7 +126,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
 
   /// Also what the program itself has put there.
   void refuse_gradients_that_wait(const std::string& who) {
-    if (active()) follow_parts();
+    if (active()) follow_parts(Look::Uses);
     for (size_t i = 0; active() && i < parameters_.size(); ++i) {
       const auto& [name, tensor, aliases] = parameters_[i];
       const bool waits = synchronizes(i) && tensor.requires_grad() && tensor.grad().defined() && !nn::is_gradient_guard(tensor.grad());
@@ -160,6 +164,14 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     int64_t written;  ///< versions of the parameters, which those who write parts do not touch
     at::Tensor samples;
   };
+  /// What parts are looked at for.
+  enum class Look {
+    Shows,  ///< the program asks for them; also for a clear, so that no clear is refused
+    Uses,   ///< a step, or a norm
+    Adds,   ///< a pass
+  };
+  using Name = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  static Name name_of(const at::Tensor& tensor) { return Name(tensor.getIntrusivePtr()); }
 
   /// Whether an optimizer may have something to do in the bucket: also of a parameter that was frozen since, and still has its gradient.
   bool may_be_updated(size_t b) const {
@@ -261,7 +273,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   void prepare() override {
     refuse_forgotten_gather();
     take_replaced();
-    follow_parts();
+    follow_parts(Look::Adds);
     if (!plain_ || starts_early()) meet_first();
     for (size_t b = 0; b < buckets_.size(); ++b) {
       if (is_trained(b) && relay() == nullptr) buckets_[b].hold_part();
@@ -292,6 +304,32 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     equalize(plain_ && options_.replicas == ReplicaStart::Broadcast ? ReplicaStart::Check : options_.replicas);
     if (!plain_) share_buffers();
     has_started_ = true;  // a loop that goes on after a refusal is refused again
+    (void)count_writes();
+    write_counts_.settle(/*unlike=*/false);
+  }
+
+  /// Of the parameters, and of this rank's parts. Within a shard a write of one rank lasts in its own part alone.
+  uint64_t count_writes() override {
+    if (groups_.replicate.size() == 1 || options_.replicas == ReplicaStart::Trust) return 0;
+    std::vector<nn::WriteCounts::Seen> own(2 * parameters_.size());
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!synchronizes(i)) continue;
+      own[2 * i] = nn::WriteCounts::of(parameters_[i].tensor);
+      own[2 * i + 1] = nn::WriteCounts::of(shards_[i].tensor);
+    }
+    return write_counts_.take(std::move(own));
+  }
+
+  void compare(bool /*written*/, bool unlike) override {
+    if (unlike) {
+      const comm::CallSite site("zero.start");
+      std::vector<nn::NamedParameter> own;
+      for (size_t i = 0; i < parameters_.size(); ++i) {
+        if (synchronizes(i)) own.push_back(shards_[i]);
+      }
+      write_counts_.compare(own);
+    }
+    write_counts_.settle(unlike);
   }
 
   /// Whoever makes an optimizer of the parts of what is trained makes it between steps, when the program has just frozen or unfrozen parameters.
@@ -321,6 +359,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   //   standing  the guard is shown, by a complete step or for what was put. Put, scaled or replaced, the part's is the gradient; where the parameter is
   //             cleared, it is at once, so that what is put or added afterwards is another one. To none: none. To zeros: zeroed
   //   zeroed    standing; the part holds the zeros of that clear, until it is written
+  // A guard that the program holds has not ended when the parameter no longer shows it. That it was a clear is found when the parts are looked at, and it is
+  // one of the part that was there at the look before: another one was put since. A guard that is put back later is of no gradient, and refused.
   // While a step runs, what stood is carried, a guard that is left says whether the program clears it, and the parts have none.
 
   /// The guard of parameter `i` was cleared.
@@ -336,21 +376,58 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     }
   }
 
-  void follow_parts() {
+  void follow_parts(Look look) {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const at::Tensor& parameter = parameters_[i].tensor;
-      if (standing_[i] != 0 && !nn::is_gradient_guard(parameter.grad())) clear_part(i, /*to_zeros=*/false);  // by a program that keeps the guard
+      if (look != Look::Shows) refuse_former(i);
+      if (standing_[i] != 0 && !nn::is_gradient_guard(parameter.grad()) && !clear_late(i, look)) continue;
       const at::Tensor& part = shards_[i].tensor.grad();
       const bool was_put = part.defined() && !nn::is_gradient_guard(part) && !parameter.grad().defined();
-      if (was_put && relay() == nullptr && parameter.requires_grad() && synchronizes(i)) show_guard(i);
+      if (was_put && relay() == nullptr && parameter.requires_grad() && synchronizes(i)) show_guard(i, part);
+      if (!nn::is_gradient_guard(part)) seen_parts_[i] = name_of(part);
     }
   }
 
-  void show_guard(size_t i) {
+  /// By a program that keeps the guard. Whether that could be decided: what was not there before may have been put before the clear or behind it. Who would use
+  /// it without a pass means the latter, since there is nothing else to use.
+  bool clear_late(size_t i, Look look) {
+    const at::Tensor& part = shards_[i].tensor.grad();
+    const bool is_another = part.defined() && !nn::is_gradient_guard(part) && seen_parts_[i].lock().get() != part.unsafeGetTensorImpl();
+    if (!is_another) {
+      clear_part(i, /*to_zeros=*/false);
+      return true;
+    }
+    if (look == Look::Shows) return false;
+    require(
+        look != Look::Adds, "sharded data parallelism: grad() of '", parameters_[i].name,
+        "' was cleared while the program keeps what stood there, and this rank's part was given another gradient, before that or behind it: nobody can tell "
+        "whether this pass adds to it. Let go of what grad() has shown before it is cleared, or call updated() between the two");
+    standing_[i] = 0;
+    return true;
+  }
+
+  /// Whether the guard that a parameter shows is of its gradient.
+  bool shows_standing(size_t i) const { return standing_[i] != 0 && nn::identity_of_guard(parameters_[i].tensor.grad()) == shown_[i]; }
+
+  /// One that was put back, or is another parameter's: an update would leave the parameter out without a word.
+  void refuse_former(size_t i) const {
+    const at::Tensor& gradient = parameters_[i].tensor.grad();
+    const bool is_former = nn::is_gradient_guard(gradient) && !shows_standing(i) && !gradient.is_same(guards_[i]) && synchronizes(i);
+    require(
+        !is_former, "sharded data parallelism: what was put into grad() of '", parameters_[i].name,
+        "' does not stand for its gradient: it was kept from an earlier one, whose parts were cleared or used for another since, or is another tensor's or "
+        "wrapper's. To set gradients aside keep clones of those of the parts (sharded.updated()), and put them on these again; or give it up by zero_grad()");
+  }
+
+  void show_guard(size_t i, const at::Tensor& part) {
     const int64_t number = standing_[i] = ++num_shown_;  // before the former goes, which is nobody's clear
-    set_gradient(parameters_[i].tensor, nn::make_gradient_guard_like(guards_[i], [this, i, number, alive = std::weak_ptr(alive_)](bool to_zeros) {
-                   if (!alive.expired() && standing_[i] == number) clear_part(i, to_zeros);
-                 }));
+    const at::Tensor guard = nn::make_gradient_guard_like(guards_[i], [this, i, number, alive = std::weak_ptr(alive_)](bool to_zeros) {
+      if (!alive.expired() && standing_[i] == number) clear_part(i, to_zeros);
+    });
+    shown_[i] = nn::identity_of_guard(guard);
+    seen_parts_[i] = name_of(part);
+    set_gradient(parameters_[i].tensor, guard);
+    set_gradient(shards_[i].tensor, part);
   }
 
   void drop_guard(size_t i) {
@@ -475,9 +552,8 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       drop_guard(i);
       return {};
     }
-    show_guard(i);
     const at::Tensor part = gradient_shard(i);
-    set_gradient(shards_[i].tensor, part);
+    show_guard(i, part);
     return part;
   }
 
@@ -493,8 +569,7 @@ class ShardedDataParallel::Impl final : public BucketedStep {
     if (zeroed || (is_zeroed_[i] && gradient.defined())) carried_[i] = at::zeros(shards_[i].tensor.sizes(), buckets_[slot_of_[i].bucket].gradient_options());
     zeroed_parts_.see(i, {});
     if (!carried_[i].defined()) return drop_guard(i);
-    show_guard(i);
-    set_gradient(shards_[i].tensor, std::exchange(carried_[i], {}));
+    show_guard(i, std::exchange(carried_[i], {}));
   }
 
   ShardGroups groups_;
@@ -508,10 +583,13 @@ class ShardedDataParallel::Impl final : public BucketedStep {
   std::vector<bool> is_zeroed_;        ///< by parameter: there was one, and the program has made it zero: so optimizers go on, though nobody uses it
   std::vector<int64_t> standing_;      ///< by parameter: number of the guard that it shows; 0: none
   int64_t num_shown_ = 0;              ///< guards
+  std::vector<const void*> shown_;     ///< by parameter: that guard, which lives while it stands
+  std::vector<Name> seen_parts_;       ///< by parameter: what was the part's gradient when it was last looked at
   nn::GradientWrites zeroed_parts_;    ///< those that a clear of the parameters has zeroed
   std::vector<Mark> marks_;            ///< of a step that is complete, until its parts were brought together
   std::vector<int64_t> late_updates_;  ///< by parameter: those that were brought together
   bool has_started_ = false;
+  nn::WriteCounts write_counts_{"sharded data parallelism", groups_.replicate, groups_.shard};
   std::shared_ptr<const void> alive_ = std::make_shared<char>();  ///< for guards that a program keeps
 };
 

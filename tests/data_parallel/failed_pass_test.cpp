@@ -97,6 +97,41 @@ TEST(FailedPass, LeavesTheGradientsOfThePassBefore) {
   }
 }
 
+/// Terms of a mean in fp16 are divided where they lie, which is no clear of the program's, though they are all zeros.
+TEST(FailedPass, LeavesTheGradientsThatAMeanInFp16WouldBeAddedTo) {
+  struct Sums : torch::nn::Module {
+    Sums() {
+      for (const char* const name : {"late", "rank", "zeros"}) register_parameter(name, at::ones({40}, at::kHalf));
+    }
+    void pass(double of_rank, double of_zeros, bool fails) {  // the last comes first, and begins to cross
+      at::Tensor late = parameters()[0] * 1;
+      if (fails) late.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+      (late.sum() + (parameters()[1] * of_rank).sum() + (parameters()[2] * of_zeros).sum()).backward();
+    }
+  };
+  for (const int ranks : {2, 3}) {
+    for (const bool clears : {false, true}) {
+      comm::run_ranks(ranks, [&](comm::World& world) {
+        Sums model;
+        DistributedDataParallel ddp(model, world.group(), {.sizes = {.bucket_bytes = 16, .first_bucket_bytes = 16}, .average = true});
+        for (int step = 0; step < 2; ++step) {  // the second goes by the order of the first
+          model.zero_grad();
+          model.pass(1, 1, false);
+        }
+        if (clears) model.zero_grad(/*set_to_none=*/false);
+        std::vector<at::Tensor> before;
+        for (const at::Tensor& parameter : model.parameters()) before.push_back(parameter.grad().clone());
+        EXPECT_THAT([&] { model.pass(world.rank(), 0, true); }, ThrowsMessage<std::runtime_error>(HasSubstr("planned")));
+        for (size_t i = 0; i < before.size(); ++i) {
+          const at::Tensor now = model.parameters()[i].grad();
+          ASSERT_TRUE(now.defined()) << i;
+          EXPECT_TRUE(at::equal(now, before[i])) << i;
+        }
+      });
+    }
+  }
+}
+
 /// And says so to who has not failed.
 TEST(FailedPass, IsHeardOfOnOtherRanks) {
   comm::run_ranks(2, [&](comm::World& world) {

@@ -454,5 +454,125 @@ TEST(DdpPlainLoop, WritesOfOneRankThatLeaveItsWeightsAsTheyWereAreFine) {
   });
 }
 
+/// Until they are equal: by what a program that catches the refusal does then, ranks may come to have written equally often.
+TEST(DdpPlainLoop, ALoopThatGoesOnWithReplicasThatPartedIsRefusedAgain) {
+  for (const bool find_unused : {false, true}) {
+    run_ranks(2, [&](World& world) {
+      Net net;
+      DistributedDataParallel ddp(net, world.group(), {.find_unused_parameters = find_unused});
+      const auto optimizer = make_sgd(net.parameters());
+      const auto write_on = [&](int rank) {
+        const at::NoGradGuard no_grad;
+        if (world.rank() == rank) net.scale.add_(1 + rank);
+      };
+      const auto step = [&] {
+        optimizer->zero_grad();
+        backward(net, part_of(whole_batch(samples), 2, world.rank()));
+      };
+      step();
+      write_on(1);
+      for (int i = 0; i < 3; ++i) {
+        EXPECT_THAT(refusal(step), HasSubstr("some ranks wrote parameters more often than others since the last step")) << i;
+        optimizer->step();
+        if (i == 0) write_on(0);
+      }
+      for (const at::Tensor& parameter : net.parameters()) comm::broadcast(world.group(), parameter.detach(), 0);
+      for (int i = 0; i < 3; ++i) {
+        EXPECT_NO_THROW(step());
+        optimizer->step();
+      }
+    });
+  }
+}
+
+/// Whose error comes first, they are told of that.
+TEST(DdpPlainLoop, WritesOfOneRankInAStepThatIsRefusedOtherwiseAreRefusedInTheNext) {
+  enum class Fault : char { PassThrows, GradientMissing, GradientGiven };
+  for (const Fault fault : {Fault::PassThrows, Fault::GradientMissing, Fault::GradientGiven}) {
+    for (const int ranks : {2, 3}) {
+      run_ranks(ranks, [&](World& world) {
+        Net net;
+        DistributedDataParallel ddp(net, world.group(), {.find_unused_parameters = fault == Fault::PassThrows});
+        const auto step = [&](bool fails) {
+          net.zero_grad();
+          const Batch mine = part_of(whole_batch(samples), ranks, world.rank());
+          const bool here = fails && world.rank() == 1;
+          const at::NoGradGuard no_grad;
+          if (here) net.scale.add_(1);
+          if (fails && fault == Fault::GradientGiven) net.scale.mutable_grad() = at::full_like(net.scale, world.rank() + 1);
+          const at::AutoGradMode recorded(true);
+          at::Tensor h = at::tanh(net.first(mine.x));
+          if (here && fault == Fault::PassThrows) h.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+          h = at::tanh(net.middle(h));
+          if (!here || fault != Fault::GradientMissing) h = h * net.scale;
+          loss_of(net.last(h), mine.y, samples).backward();
+        };
+        for (int i = 0; i < 2; ++i) step(false);
+        EXPECT_ANY_THROW(step(true));
+        for (int i = 0; i < 2; ++i) EXPECT_THAT(refusal([&] { step(false); }), HasSubstr("some ranks wrote parameters more often than others"));
+      });
+    }
+  }
+}
+
+/// What a newer wrapper has is not compared, so that no such comparison could ever find anything.
+TEST(DdpPlainLoop, WritesToWhatANewerWrapperHasAreNotCounted) {
+  const auto recorder = std::make_shared<comm::Recorder>();
+  const auto decorator = [&](auto inner, const comm::GroupInfo& group) {
+    return group.rank == 0 ? comm::make_record_engine(recorder, group, inner) : std::move(inner);
+  };
+  run_ranks(2,
+            [&](World& world) {
+              Net net;
+              DistributedDataParallel ddp(net, world.group());
+              const auto is_scale = [](const nn::NamedParameter& parameter) { return parameter.name == "scale"; };
+              const DistributedDataParallel newer(net, world.group(), {.only = is_scale, .replicas = ReplicaStart::Trust});
+              for (int step = 0; step < 4; ++step) {
+                backward(net, whole_batch(samples));
+                sgd(net, 0.05);
+                comm::barrier(world.group());
+                if (step == 0 && world.rank() == 0) recorder->clear();
+                const at::NoGradGuard no_grad;
+                if (world.rank() == 1) net.scale.mul_(1);
+              }
+            },
+            {.decorators = {decorator}});
+  EXPECT_TRUE(std::ranges::none_of(recorder->records(), [](const auto& record) { return record.site == "ddp.start"; }));
+}
+
+/// Where each rank updates its share of the parameters and broadcasts it, every step costs a comparison.
+TEST(DdpPlainLoop, UnlikeWritesInEachStepOfASoundProgramAreToldOnce) {
+  const auto lines_of = [](const std::vector<bool>& unlike) {
+    ::testing::internal::CaptureStderr();
+    run_ranks(2, [&](World& world) {
+      Net net;
+      DistributedDataParallel ddp(net, world.group());
+      backward(net, whole_batch(samples));
+      for (const bool dealt : unlike) {
+        {
+          const at::NoGradGuard no_grad;
+          int owner = 0;
+          for (const at::Tensor& parameter : net.parameters()) {
+            owner = 1 - owner;
+            if (!dealt || world.rank() == owner) at::Tensor(parameter).sub_(parameter.grad(), 0.05);
+            if (dealt) comm::broadcast(world.group(), parameter.detach(), owner);
+          }
+        }
+        net.zero_grad();
+        backward(net, whole_batch(samples));
+      }
+    });
+    const std::string said = ::testing::internal::GetCapturedStderr();
+    int lines = 0;
+    for (size_t at = said.find("ReplicaStart::Trust"); at != std::string::npos; at = said.find("ReplicaStart::Trust", at + 1)) ++lines;
+    return lines;
+  };
+  std::vector<bool> some(9, true);
+  some.push_back(false);
+  some.insert(some.end(), 9, true);
+  EXPECT_EQ(lines_of(some), 0);
+  EXPECT_EQ(lines_of(std::vector<bool>(24, true)), 1);
+}
+
 }  // namespace
 }  // namespace tessera

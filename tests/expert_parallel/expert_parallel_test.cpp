@@ -191,12 +191,13 @@ TEST(ExpertParallel, OneRanksExpertsOnAllRanksAreRefused) {
 
 /// As a port does that deals first, and draws or sends afterwards.
 TEST(ExpertParallel, ExpertsThatAreDrawnOrSentAfterTheDealAreRefused) {
-  for (const int per_rank : {1, 2}) {
-    run_ranks(2, [&](World& world) {
+  for (const auto& [per_rank, dealt_on_meta] : std::vector<std::pair<int, bool>>{{1, false}, {2, false}, {2, true}}) {
+    run_ranks(2, [&, per_rank = per_rank, dealt_on_meta = dealt_on_meta](World& world) {
       MixtureFeedForward mixture =
           on_meta_mixture({.family = "mixtral", .dim = kDim, .layers = 1, .heads = 2, .ffn_dim = 8, .experts = 2 * per_rank, .experts_per_token = 2});
-      draw(mixture);
+      if (!dealt_on_meta) draw(mixture);
       const auto parallel = expert_parallel(*mixture, world.group());
+      if (dealt_on_meta) draw(mixture);
       const auto experts = nn::unique_parameters(*mixture, experts_of(*mixture, true));
       EXPECT_THAT(refusal([&] { torch::nn::init::normal_(experts[0].tensor); }),
                   AllOf(HasSubstr("expert_parallel: aten::normal_ was given"), HasSubstr("before expert_parallel")));

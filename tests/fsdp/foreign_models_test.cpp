@@ -535,6 +535,11 @@ TEST_P(Foreign, DrawingIntoASliceIsRefused) {
       EXPECT_THAT(refusal([&] { torch::nn::init::normal_(model->weight); }),
                   ::testing::AllOf(HasSubstr("aten::normal_"), HasSubstr("'weight'"), HasSubstr("materialize"), HasSubstr("unshard")));
       EXPECT_THAT(refusal([&] { model->reset_parameters(); }), HasSubstr("aten::uniform_"));
+      EXPECT_THAT(refusal([&] {
+                    const at::NoGradGuard no_grad;
+                    at::normal_out(model->weight, 0.0, 1.0, model->weight.sizes());
+                  }),
+                  ::testing::AllOf(HasSubstr("aten::normal"), HasSubstr("'weight'")));
       if (before.numel() == 0) return;  // libtorch divides by the number of rows before any operator
       EXPECT_THAT(refusal([&] { torch::nn::init::orthogonal_(model->weight); }), ::testing::AllOf(HasSubstr("orthogonal"), HasSubstr("'weight'")));
     };

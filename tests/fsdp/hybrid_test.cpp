@@ -1,7 +1,11 @@
+#include <algorithm>
+#include <memory>
+
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/optim/sgd.h>
 
+#include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
 #include "tessera/fsdp/fully_shard.h"
 #include "tessera/mesh/mesh.h"
@@ -177,6 +181,84 @@ TEST(FullyShardHybrid, AGradientOfThisRankAloneIsRefusedWithOneShardToo) {
         EXPECT_NO_THROW(step());
       });
     }
+  }
+}
+
+/// Ranks that hold the same rows tell each other how often they wrote them, and those of a shard what was found.
+TEST(FullyShardHybrid, WritesOfOneRankAreRefusedOnAll) {
+  for (const int shards : {2, 1}) {
+    for (const bool find_unused : {false, true}) {
+      for (const bool exchanges : {false, true}) {
+        for (const int before : {0, 2}) {
+          run_ranks(2 * shards, [&](World& world) {
+            const Mesh mesh(world, {{"dp_replicate", 2}, {"dp_shard", shards}});
+            DeepNet net;
+            const auto sharded =
+                fully_shard(net, mesh["dp_shard"], {.wrap = "block*", .find_unused_parameters = find_unused, .replicate = mesh["dp_replicate"]});
+            torch::optim::SGD optimizer = momentum(*net);
+            const auto step = [&] {
+              optimizer.zero_grad();
+              backward_of(net, part_of(whole_batch(samples), world.size(), world.rank()));
+              optimizer.step();
+            };
+            for (int i = 0; i < before; ++i) step();
+            if (world.rank() == 1) {
+              const at::NoGradGuard no_grad;
+              for (const auto& [name, tensor, aliases] : nn::unique_parameters(*net)) {
+                if (exchanges) tensor.set_data(tensor.detach() + 1);
+                if (!exchanges) at::Tensor(tensor).add_(1);
+              }
+            }
+            for (int i = 0; i < 3; ++i) {
+              const std::string said = testing_support::refusal(step);
+              const bool holds_it = world.rank() % shards == 1 % shards;
+              EXPECT_THAT(said, ::testing::HasSubstr(holds_it ? "fully_shard: the replicas differ: parameter '"
+                                                              : "fully_shard: the replicas differ in what another rank of "));
+              if (before > 0) EXPECT_THAT(said, ::testing::HasSubstr("some ranks wrote parameters more often than others since the last step"));
+              if (i > 0) optimizer.step();
+            }
+          });
+        }
+      }
+    }
+  }
+}
+
+/// One rank's evaluation by averaged weights, which it puts back; nothing is asked in other steps.
+TEST(FullyShardHybrid, WritesOfOneRankThatLeaveItsRowsAsTheyWereAreFine) {
+  for (const bool find_unused : {false, true}) {
+    const auto recorder = std::make_shared<comm::Recorder>();
+    const auto decorator = [&](auto inner, const comm::GroupInfo& group) {
+      return group.rank == 0 ? comm::make_record_engine(recorder, group, inner) : std::move(inner);
+    };
+    run_ranks(4,
+              [&](World& world) {
+                const Mesh mesh(world, {{"dp_replicate", 2}, {"dp_shard", 2}});
+                DeepNet net;
+                const auto sharded =
+                    fully_shard(net, mesh["dp_shard"], {.wrap = "block*", .find_unused_parameters = find_unused, .replicate = mesh["dp_replicate"]});
+                torch::optim::SGD optimizer = momentum(*net);
+                for (int step = 0; step < 5; ++step) {
+                  optimizer.zero_grad();
+                  EXPECT_NO_THROW(backward_of(net, part_of(whole_batch(samples), 4, world.rank())));
+                  optimizer.step();
+                  comm::barrier(world.group());
+                  if (step == 3 && world.rank() == 0) {
+                    EXPECT_EQ(std::ranges::count_if(recorder->records(), [](const auto& record) { return record.site == "fsdp.start"; }), 0);
+                  }
+                  if (step == 0 && world.rank() == 0) recorder->clear();
+                  comm::barrier(world.group());
+                  const at::NoGradGuard no_grad;
+                  for (const at::Tensor& parameter : net->parameters()) {
+                    if (world.rank() % 2 == 1) at::Tensor(parameter).mul_(0.5);  // on all that hold the same rows
+                    if (step < 3 || world.rank() != 1) continue;
+                    const at::Tensor kept = parameter.detach().clone();
+                    at::Tensor(parameter).zero_();
+                    at::Tensor(parameter).copy_(kept);
+                  }
+                }
+              },
+              {.decorators = {decorator}});
   }
 }
 

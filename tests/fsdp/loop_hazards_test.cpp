@@ -1,4 +1,6 @@
+#include <functional>
 #include <limits>
+#include <vector>
 
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -85,6 +87,26 @@ TEST(FullyShardLoop, LibtorchsClippingIsRefused) {
         }
         torch::nn::utils::clip_grad_value_(net->parameters(), 0.05);  // goes by elements
         optimizer.step();
+      }
+    });
+  }
+}
+
+/// Slices are whole rows, whose norms are those of the whole (clipping by units, normalised gradients).
+TEST(FullyShardLoop, NormsOfAGradientsRowsAreThisRanks) {
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      DeepNet whole, net;
+      backward_of(whole, whole_batch(samples));
+      auto sharded = fully_shard(net, world.group());
+      backward_of(net, part_of(whole_batch(samples), ranks, world.rank()));
+      const at::Tensor gradient = net->last->weight.grad(), rows = take(whole->last->weight.grad(), nn::slice_of(net->last->weight));
+      const at::Tensor norms = rows.square().sum(1, true).sqrt();
+      EXPECT_LT(largest_difference({gradient.norm(2, 1, true)}, {norms}), parity);
+      EXPECT_LT(largest_difference({at::linalg_vector_norm(gradient.detach(), 2, at::OptionalIntArrayRef({-1}), true)}, {norms}), parity);
+      for (const auto& norm : std::vector<std::function<void()>>{[&] { (void)gradient.norm(2, 0, true); }, [&] { (void)gradient.norm(2, {0, 1}, true); },
+                                                                 [&] { (void)gradient.t().norm(2, 1, true); }, [&] { (void)gradient.norm(); }}) {
+        EXPECT_THAT(refusal(norm), HasSubstr("a norm of slices"));
       }
     });
   }

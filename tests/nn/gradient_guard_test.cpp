@@ -82,5 +82,38 @@ TEST(GradientGuard, TellsOfAClearWhenItHappens) {
   expect_told("none ");
 }
 
+/// As copies of a tensor with memory are.
+TEST(GradientGuard, ACopyIsTheSameGradient) {
+  torch::nn::Linear linear(2, 3);
+  std::string told;
+  const at::Tensor like = make_gradient_guard(linear->weight, "'weight' lies in parts");
+  at::Tensor& grad = linear->weight.mutable_grad();
+  grad = make_gradient_guard_like(like, [&](bool to_zeros) { told += to_zeros ? "zeros " : "none "; });
+  const auto expect_told = [&](const std::string& expected) { EXPECT_EQ(std::exchange(told, {}), expected); };
+  EXPECT_NE(identity_of_guard(grad), identity_of_guard(like));
+  EXPECT_EQ(identity_of_guard(at::ones({2})), nullptr);
+  EXPECT_EQ(identity_of_guard(grad.data()), identity_of_guard(grad));
+  EXPECT_EQ(identity_of_guard(grad.detach()), identity_of_guard(grad));
+  expect_told("");  // copies have come and gone
+  for (const auto& copied : {&at::Tensor::data, &at::Tensor::detach}) {
+    (grad.*copied)().zero_();
+    expect_told("zeros ");
+    EXPECT_TRUE(is_cleared(grad));
+    arm(grad);
+  }
+  EXPECT_FALSE(is_cleared(like));
+  at::Tensor copy = grad.data();
+  grad.zero_();
+  expect_told("zeros ");
+  EXPECT_TRUE(is_cleared(copy));
+  EXPECT_THAT(refusal([&] { copy.norm(); }), HasSubstr("lies in parts"));
+  grad = copy;
+  expect_told("");
+  grad.reset();
+  expect_told("");
+  copy.reset();
+  expect_told("none ");
+}
+
 }  // namespace
 }  // namespace tessera::nn

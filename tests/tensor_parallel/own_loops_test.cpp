@@ -1,3 +1,4 @@
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <optional>
@@ -12,9 +13,11 @@
 
 #include "support.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/differentiable.h"
 #include "tessera/comm/testing.h"
 #include "tessera/comm/world.h"
 #include "tessera/nn/attention.h"
+#include "tessera/nn/kept_memory.h"
 #include "tessera/nn/sharing.h"
 #include "tests/refusal.h"
 
@@ -65,6 +68,14 @@ TEST(OwnLoopOfParts, DrawsIntoPartsAreRefusedByName) {
       EXPECT_THAT(testing_support::refusal([&] { net->up->reset_parameters(); }), refused);
       EXPECT_THAT(testing_support::refusal([&] { torch::nn::init::normal_(net->up->weight); }), refused);
       EXPECT_THAT(testing_support::refusal([&] { torch::nn::init::orthogonal_(net->up->weight); }), refused);
+      EXPECT_THAT(testing_support::refusal([&] { torch::nn::init::eye_(net->up->weight); }), AllOf(refused, HasSubstr("an identity of its own")));
+      {
+        const at::NoGradGuard no_grad;
+        at::Tensor out = net->up->weight;  // the parameter itself
+        EXPECT_THAT(testing_support::refusal([&] { at::normal_out(out, 0, 1, out.sizes()); }), refused);
+        EXPECT_THAT(testing_support::refusal([&] { at::randn_out(out, out.sizes()); }), refused);
+        torch::nn::init::eye_(net->norm->weight.detach().unsqueeze(0));
+      }
       for (const at::Tensor& whole : {net->norm->weight, net->down->bias}) torch::nn::init::ones_(whole);
       torch::nn::init::zeros_(net->up->weight);
       net->up->weight.detach().normal_();  // what the program means to be this rank's
@@ -111,6 +122,63 @@ TEST(OwnLoopOfParts, OneRanksPartsThatAreBroadcastAreRefused) {
   }
 }
 
+/// Where nobody has seen the parts written: they were cut on meta, and loaded since.
+TEST(OwnLoopOfParts, OneRanksPartsOfUnknownHistoryAreRefused) {
+  enum class Way { Materialized, Loaded, AWholeOneGiven };
+  const at::Tensor x = at::arange(12, at::kFloat).view({2, 6}).sin();
+  using Init = std::function<void(nn::LinearImpl&)>;
+  const auto built = [](const Init& init) {
+    return on_meta([] { return Dropped(); },
+                   [&](torch::nn::Module& module) {
+                     if (auto* const linear = dynamic_cast<nn::LinearImpl*>(&module)) init(*linear);
+                   });
+  };
+  const auto as_drawn = [](nn::LinearImpl&) {};
+  for (const int ranks : {2, 3}) {
+    for (const Way way : {Way::Materialized, Way::Loaded, Way::AWholeOneGiven}) {
+      run_ranks(ranks, [&](World& world) {
+        SCOPED_TRACE(static_cast<int>(way));
+        Dropped net = way == Way::Materialized ? built(as_drawn) : drawn();
+        const auto tensor = parallelize_module(net, world.group(), feed_forward_plan());
+        if (way == Way::Materialized) materialize(net, 3);
+        if (way == Way::Loaded) {
+          for (const auto& parameter : nn::unique_parameters(*net)) nn::note_loaded(parameter.tensor);
+        }
+        for (const at::Tensor& parameter : net->parameters()) {
+          const at::Tensor handle = parameter.data();
+          comm::broadcast(world.group(), handle, 0);
+        }
+        if (way == Way::AWholeOneGiven) net->norm->weight.set_data(net->norm->weight.detach().clone());
+        EXPECT_THAT(testing_support::refusal([&] { net(x); }), HasSubstr("'up.weight' and all other parts have the same values on every rank"));
+      });
+    }
+    // What each rank has of its own, or is alike of a purpose.
+    for (const auto& init :
+         std::vector<Init>{as_drawn, [](nn::LinearImpl& layer) { torch::nn::init::constant_(layer.weight, 0.5), torch::nn::init::zeros_(layer.bias); },
+                           [](nn::LinearImpl& layer) {
+                             const at::NoGradGuard no_grad;
+                             const int64_t cut = layer.options.in_features() == 6 ? 0 : 1;
+                             layer.weight.copy_(at::arange(6, at::kFloat).unsqueeze(cut).expand(layer.weight.sizes()));
+                             torch::nn::init::zeros_(layer.bias);
+                           }}) {
+      run_ranks(ranks, [&](World& world) {
+        Dropped net = built(init);
+        const auto tensor = parallelize_module(net, world.group(), feed_forward_plan());
+        materialize(net, 3);
+        for (int pass = 0; pass < 3; ++pass) EXPECT_NO_THROW(net(x));
+        Dropped loaded = built(init);
+        materialize(loaded, 3);
+        const auto of_loaded = parallelize_module(loaded, world.group(), feed_forward_plan());
+        for (const auto& parameter : nn::unique_parameters(*loaded)) {
+          parameter.tensor.detach().mul_(0.5);
+          nn::note_loaded(parameter.tensor);
+        }
+        for (int pass = 0; pass < 3; ++pass) EXPECT_NO_THROW(loaded(x));
+      });
+    }
+  }
+}
+
 /// The norm of a rank's parts would scale by another factor on each.
 TEST(OwnLoopOfParts, LibtorchsClippingIsRefused) {
   for (const int ranks : {2, 3}) {
@@ -125,6 +193,15 @@ TEST(OwnLoopOfParts, LibtorchsClippingIsRefused) {
       }
       for (const at::Tensor& whole : net->norm->parameters()) EXPECT_GE(whole.grad().norm().item<double>(), 0);
       EXPECT_GE(net->up->weight.norm().item<double>(), 0);
+      const at::Tensor bucket = at::ones({1000});  // as data parallelism lays them, parts and whole ones
+      int64_t begin = 0;
+      for (at::Tensor& parameter : net->parameters()) {
+        parameter.mutable_grad() = bucket.narrow(0, begin, parameter.numel()).view(parameter.sizes());
+        begin += parameter.numel();
+      }
+      torch::nn::utils::clip_grad_norm_({net->norm->weight, net->norm->bias, net->down->bias}, 0.1);
+      EXPECT_THAT(testing_support::refusal([&] { (void)net->up->bias.grad().norm(); }), refused);
+      EXPECT_THAT(testing_support::refusal([&] { (void)bucket.norm(); }), refused);
     });
   }
 }
@@ -151,11 +228,12 @@ TEST(OwnLoopOfParts, MasksOfFeaturesAreThoseOfOneDevice) {
       const at::Tensor want = pass(one, x).detach();
       const nn::SampleScope samples({.seed = 7, .step = 1, .first_sample = 3, .seq_len = 5});
       const at::Tensor result = one(x).detach();
-      for (const int ranks : {2, 3}) {
-        run_ranks(ranks, [&](World& world) {
+      for (const auto& [ranks, overlap] : std::vector<std::pair<int, bool>>{{2, false}, {3, false}, {2, true}, {3, true}}) {
+        run_ranks(ranks, [&, overlap = overlap](World& world) {
           Dropped net = build();
-          const auto tensor = parallelize_module(net, world.group(), feed_forward_plan());
+          const auto tensor = parallelize_module(net, world.group(), feed_forward_plan(), {.overlap = overlap});
           materialize(net, 3);
+          net->down(at::ones({1, net->down->weight.size(1)}));  // ranks meet in the first call
           for (const bool learns : {true, false}) {
             for (const at::Tensor& parameter : net->parameters()) parameter.set_requires_grad(learns);
             const at::Tensor part = pass(net, x).detach();
@@ -227,6 +305,167 @@ TEST(OwnLoopOfParts, MasksOfHeadsAreThoseOfOneDeviceOrRefused) {
                   AllOf(HasSubstr("Dropout 'drop'"), HasSubstr("part of some features"), HasSubstr("flatten(-2)")));
       apart(x);  // of no stated step
     });
+  }
+}
+
+/// A collective that a program has written itself, of which autograd knows no more than that it is a function.
+struct OwnGather : torch::autograd::Function<OwnGather> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x, const comm::Group& group) {
+    const at::Tensor parts = at::empty({group.size() * x.size(0), x.size(1), x.size(2)}, x.options());
+    comm::all_gather(group, parts, x.contiguous());
+    return parts;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, const torch::autograd::variable_list& gradients) {
+    return {gradients[0], at::Tensor()};
+  }
+};
+
+/// x + after(down(h)), where the program itself brings the ranks' features together for a whole layer.
+struct ClosedByHandImpl : nn::Module {
+  enum class Closing { Gather, OwnGather, Sum };
+  ClosedByHandImpl() {
+    register_module("up", up);
+    register_module("down", down);
+    register_module("after", after);
+    nn::assign_paths(*this);
+  }
+  at::Tensor product(const at::Tensor& h) {
+    using comm::differentiable::Gradient;
+    if (!group) return down(h);
+    const int64_t own = h.size(-1);
+    if (closing == Closing::Gather) return down(comm::differentiable::all_gather(*group, h, h.dim() - 1, 12, Gradient::Replicated));
+    if (closing == Closing::OwnGather) return down(at::cat(OwnGather::apply(h, *group).chunk(group->size()), -1));
+    return comm::differentiable::all_reduce(*group, at::linear(h, down->weight.narrow(1, group->rank() * own, own))) + down->bias;
+  }
+  at::Tensor before(const at::Tensor& x) { return product(at::gelu(up(x))); }
+  at::Tensor forward(const at::Tensor& x) { return x + after(before(x)); }
+  std::optional<comm::Group> group;
+  Closing closing = Closing::Gather;
+  nn::Linear up{6, 12}, down{12, 6};
+  nn::Dropout after{0.5};
+};
+TESSERA_MODULE(ClosedByHand);
+
+TEST(OwnLoopOfParts, MasksBehindFeaturesThatAProgramHasBroughtTogetherAreAllRanks) {
+  using enum ClosedByHandImpl::Closing;
+  const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();
+  const auto build = [] {
+    ClosedByHand net = on_meta([] { return ClosedByHand(); });
+    return net;
+  };
+  std::mutex one_at_a_time;  // libtorch's generator is all ranks'
+  const auto dropped = [&](ClosedByHand& net, bool stated) {
+    const at::Tensor h = net->before(x);
+    const std::lock_guard lock(one_at_a_time);
+    torch::manual_seed(4);
+    const nn::SampleScope samples({.seed = 7, .step = stated ? 1 : 0});
+    return net->after(h).detach();
+  };
+  ClosedByHand one = build();
+  materialize(one, 3);
+  for (const bool stated : {true, false}) {
+    const at::Tensor want = dropped(one, stated);
+    for (const int ranks : {2, 3}) {
+      for (const auto closing : {Gather, OwnGather, Sum}) {
+        run_ranks(ranks, [&](World& world) {
+          ClosedByHand net = build();
+          const auto tensor = parallelize_module(net, world.group(), {{"up", ColumnParallel{}}});
+          materialize(net, 3);
+          net->group = world.group();
+          net->closing = closing;
+          EXPECT_LT((dropped(net, stated) - want).abs().max().item<double>(), 1e-5) << ranks << ' ' << stated << ' ' << static_cast<int>(closing);
+        });
+      }
+    }
+  }
+}
+
+/// What is made of a rank's features and has them still: fewer rows, or rows one after the other.
+TEST(OwnLoopOfParts, MasksOfPooledFeaturesAreThoseOfOneDevice) {
+  const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();
+  using Map = at::Tensor (*)(const at::Tensor&);
+  const std::vector<Map> maps{[](const at::Tensor& h) { return h.mean(1); }, [](const at::Tensor& h) { return h.narrow(1, 1, 4); },
+                              [](const at::Tensor& h) { return h.flatten(0, 1); }};
+  const auto pass = [&](Dropped& net, Map map) {
+    const nn::SampleScope samples({.seed = 7, .step = 1});
+    return net->drop(map(at::gelu(net->up(x)))).detach();
+  };
+  Dropped one = on_meta([] { return Dropped(0.5); });
+  materialize(one, 3);
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      Dropped net = on_meta([] { return Dropped(0.5); });
+      const auto tensor = parallelize_module(net, world.group(), feed_forward_plan());
+      materialize(net, 3);
+      const Box& held = nn::slice_of(net->up->weight).boxes.at(0);
+      for (const Map map : maps) EXPECT_LT((pass(net, map) - pass(one, map).narrow(-1, held.offset[0], held.size[0])).abs().max().item<double>(), 1e-5);
+    });
+  }
+}
+
+/// Attention in plain operators, with dropout of its weights, of three or four dimensions.
+struct WeightsImpl : nn::Module {
+  WeightsImpl(int64_t head_dim, int64_t kv_heads, bool flat)
+      : head_dim(head_dim), kv_heads(kv_heads), flat(flat), wq(8, 8), wk(8, head_dim * kv_heads), wv(8, head_dim * kv_heads) {
+    register_module("wq", wq);
+    register_module("wk", wk);
+    register_module("wv", wv);
+    register_module("wo", wo);
+    register_module("drop", drop);
+    nn::assign_paths(*this);
+  }
+  at::Tensor weights(const at::Tensor& x) {
+    const auto heads = [&](const at::Tensor& t) { return t.unflatten(-1, {-1, head_dim}).transpose(1, 2); };
+    at::Tensor k = heads(wk(x));
+    const at::Tensor q = heads(wq(x));
+    k = k.repeat_interleave(q.size(1) / k.size(1), 1);
+    const at::Tensor scores = flat ? at::bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) : at::matmul(q, k.transpose(-1, -2));
+    return drop(q.size(1) == 1 ? scores.softmax(-1) : scores.softmax(-1) * 2);  // of several heads the shape tells
+  }
+  int64_t head_dim, kv_heads;
+  bool flat;
+  nn::Linear wq, wk, wv, wo{8, 8};
+  nn::Dropout drop{0.5};
+};
+TESSERA_MODULE(Weights);
+
+/// Whatever the length of the sequence: as many positions as a rank has features, or all have, make none of them.
+TEST(OwnLoopOfParts, WeightsOfAttentionAreNotTakenForFeatures) {
+  for (const auto& [head_dim, kv_heads] :
+       std::vector<std::pair<int64_t, int64_t>>{{2, 4}, {2, 1}, {4, 2}}) {  // of {2, 1} ranks share keys; {4, 2}: one head each
+    for (const int64_t length : {5, 4, 8}) {
+      for (const bool flat : {true, false}) {
+        const at::Tensor x = at::arange(length * 8, at::kFloat).view({1, length, 8}).sin();
+        std::mutex one_at_a_time;
+        run_ranks(2, [&](World& world) {
+          Weights net = on_meta([&] { return Weights(head_dim, kv_heads, flat); });
+          const auto queries = FeatureCut::query_heads(8 / head_dim, kv_heads), keys = FeatureCut::key_value_heads(8 / head_dim, kv_heads);
+          const auto tensor = parallelize_module(net, world.group(),
+                                                 {{"wq", ColumnParallel{.cut = queries}},
+                                                  {"wk", ColumnParallel{.cut = keys}},
+                                                  {"wv", ColumnParallel{.cut = keys}},
+                                                  {"wo", RowParallel{.cut = queries}}});
+          materialize(net, 3);
+          for (const int64_t stated : {int64_t{0}, length}) {
+            EXPECT_THAT(testing_support::refusal([&] {
+                          const nn::SampleScope samples({.seed = 7, .step = 1, .seq_len = stated});
+                          (void)net->weights(x);
+                        }),
+                        AllOf(HasSubstr("Dropout 'drop'"), HasSubstr("part of some features")))
+                << length << ' ' << flat;
+          }
+          at::Tensor mask;
+          {
+            const std::lock_guard lock(one_at_a_time);
+            torch::manual_seed(4);
+            mask = net->weights(x).detach().eq(0).to(at::kFloat);
+          }
+          const at::Tensor all = at::empty({2, mask.numel()});
+          comm::all_gather(world.group(), all, mask.view({1, -1}));
+          EXPECT_FALSE(all[0].equal(all[1])) << length << ' ' << flat << ", other masks on each";
+        });
+      }
+    }
   }
 }
 

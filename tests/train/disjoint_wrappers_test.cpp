@@ -502,6 +502,30 @@ TEST(DisjointWrappers, OneRanksPartsOnAllRanksAreRefused) {
   }
 }
 
+/// The same of parts that were sent between the cut and the wrapper, who shows them to their layers alone.
+TEST(DisjointWrappers, OneRanksPartsThatWereSentBeforeTheyWereSharedOutAreRefused) {
+  for (const bool sends : {true, false}) {
+    run_ranks(4, [&](World& world) {
+      const Mesh mesh(world, {{"dp_shard", 2}, {"tp", 2}});
+      EvenPair pair;
+      nn::assign_paths(*pair);
+      const auto tensor = parallelize_module(*pair, mesh["tp"], {{"up", ColumnParallel{}}, {"down", RowParallel{}}});
+      for (const at::Tensor& parameter : pair->parameters()) {
+        const at::Tensor handle = parameter.data();
+        if (sends) comm::broadcast(mesh["tp"], handle, 0);
+      }
+      const auto sharded = wrap_by("fsdp", *pair, {.shard = mesh["dp_shard"]}, {});
+      const auto pass = [&] { pair(random_tensor({3, 4}, "x")).sum().backward(); };
+      pass();
+      if (sends) {
+        EXPECT_THAT(refusal(pass), ::testing::HasSubstr("all other parts have the same values on every rank of tp"));
+      } else {
+        for (int more = 0; more < 3; ++more) pass();
+      }
+    });
+  }
+}
+
 /// A trunk that is in two wrapped modules is clipped and updated once, by the newer one's gradient.
 TEST(DisjointWrappers, WhatIsInTwoIsUpdatedOnce) {
   struct Head : torch::nn::Module {

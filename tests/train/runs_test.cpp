@@ -391,6 +391,29 @@ TEST_F(Runs, AnotherScheduleIsAChange) {
   EXPECT_THAT(said("/mine.csv"), ElementsAre(HasSubstr("pipeline.schedule = /mine.csv (was 1f1b)")));
 }
 
+/// Whose updates are of the micro-batches that all data ranks have at a time.
+TEST_F(Runs, AnUpdateOfOtherSamplesIsAChange) {
+  const auto of = [&](const std::string& schedule, const std::string& micro_size) {
+    return settings(ddp2_, {"mesh.pp=2", "pipeline.schedule=" + schedule, "batch.global_size=16", "batch.micro_size=" + micro_size});
+  };
+  const auto said = [&](const std::string& schedule, const std::string& micro_size, int ranks, int per_update = 0) {
+    ResumePoint point{.folder = "saved", .manifest = {}};
+    point.manifest.progress = progress_json(of(schedule, "1"), {}, {}, {}, 4);
+    Config now = of(schedule, micro_size);
+    now.pipeline.per_update = per_update;
+    return other_update(point, now, ranks);
+  };
+  for (const std::string schedule : {"1f1b", "pipedream", "pipedream_2bw"}) {
+    EXPECT_EQ(said(schedule, "1", 4), "");
+    EXPECT_EQ(said(schedule, "2", 2), "") << schedule << " of as many samples";
+  }
+  EXPECT_EQ(said("1f1b", "1", 2), "");
+  EXPECT_THAT(said("pipedream", "1", 2), HasSubstr("an update sums 2 samples on 2 data ranks, and summed 4 where saved was saved"));
+  EXPECT_THAT(said("pipedream_2bw", "1", 2), HasSubstr("an update sums 4 samples on 2 data ranks, and summed 8"));
+  EXPECT_EQ(said("pipedream_2bw", "1", 2, 4), "");
+  EXPECT_THAT(said("pipedream_2bw", "4", 4), HasSubstr("an update sums 16 samples on 4 data ranks, and summed 8")) << "of one micro-batch, which is all";
+}
+
 /// What the whole run says.
 TEST_F(Runs, GoingOnWithAFormatThatFollowsTheMachineSaysNothing) {
   run_into("a", 2, {"precision.compute=auto"});

@@ -115,9 +115,10 @@ TEST_F(Slices, WhatIsFarIsMeasuredByHowMuchFartherFromTheExactItIs) {
   EXPECT_NEAR(value(-0.3, 0.4), 0.7 / 9, 1e-6) << "within the bound";
   EXPECT_EQ(asked, 0);
   EXPECT_NEAR(value(-0.9, 0.9), 0, 1e-6) << "as far off as the device, on the other side";
-  EXPECT_NEAR(value(-2.7, 0.9), 1.8 / 9, 1e-6);
-  EXPECT_NEAR(value(2.7, 0.9), 1.8 / 9, 1e-6) << "never more than the two are apart";
-  EXPECT_EQ(asked, 3);
+  EXPECT_NEAR(value(-1.2, 0.2), 0, 1e-6) << "six times as far, by another order of additions";
+  EXPECT_NEAR(value(-2.7, 0.1), 1.9 / 9, 1e-6);
+  EXPECT_NEAR(value(2.7, 0.1), 1.9 / 9, 1e-6);
+  EXPECT_EQ(asked, 4);
   EXPECT_EQ(value(-2.7, kInfinity), kInfinity) << "what one device has not says nothing";
 }
 

@@ -1,4 +1,7 @@
 #include <functional>
+#include <map>
+#include <string>
+#include <utility>
 
 #include <gmock/gmock.h>
 #include <torch/optim/sgd.h>
@@ -327,6 +330,142 @@ TEST(ZeroPlainLoop, AClearOfAGradientThatIsHeldIsOne) {
       if (lets_go_late) held.clear();  // behind another gradient, which stays
       loop.step();
     });
+  }
+}
+
+TEST(ZeroPlainLoop, AGradientIsClearedByItsDataToo) {
+  for (const bool held : {false, true}) {
+    expect_parity_of_putting("by data()", [&](Net& net, const PuttingLoop& loop) {
+      for (int64_t i = 0; i < 3; ++i) {
+        for (const at::Tensor& parameter : net.parameters()) {
+          if (!parameter.grad().defined()) continue;
+          at::Tensor data = parameter.grad().data();
+          data.zero_();
+          if (held) parameter.mutable_grad() = data;
+        }
+        loop.backward(i);
+        loop.step();
+      }
+      net.zero_grad();
+      loop.backward(3);
+      loop.step();
+    });
+  }
+}
+
+/// A program that looks at another loss between, and puts back what it has taken: in parts, or without a pass, it can.
+TEST(ZeroPlainLoop, GradientsAreSetAsideByTheirParts) {
+  for (const bool in_parts : {true, false}) {
+    expect_parity_of_putting("set aside", [&](Net& net, const PuttingLoop& loop) {
+      const std::vector<at::Tensor> of = in_parts ? loop.parts : net.parameters();
+      std::vector<at::Tensor> kept;
+      loop.backward(0);
+      for (const at::Tensor& each : of) kept.push_back(in_parts ? each.grad().clone() : each.grad());
+      for (at::Tensor parameter : net.parameters()) parameter.mutable_grad().reset();
+      if (in_parts) loop.backward(1);
+      for (size_t i = 0; i < of.size(); ++i) at::Tensor(of[i]).mutable_grad() = kept[i];
+      kept.clear();
+      loop.step();
+      net.zero_grad();
+      loop.backward(2);
+      loop.step();
+    });
+  }
+}
+
+/// What stands in grad() has nothing to put back once its parts are another's.
+TEST(ZeroPlainLoop, AGradientThatIsPutBackIsRefusedByName) {
+  for (const int ranks : {2, 3}) {
+    for (const int stage : {1, 2}) {
+      for (const bool by_pass : {true, false}) {
+        for (const char* const asked : {"step", "norm", "pass", "gather"}) {
+          run_ranks(ranks, [&](World& world) {
+            Net net, other;
+            ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = stage}), expected(other, {.shard = world.group()}, {.stage = stage});
+            auto optimizer = zero_optimizer(zero, make_sgd), by_itself = zero_optimizer(expected, make_sgd);
+            const auto pass = [&](Net& of, int64_t i) { backward(of, part_of(whole_batch(samples, i), ranks, world.rank())); };
+            const std::map<std::string, std::function<void()>> asking{{"step", [&] { optimizer.step(); }},
+                                                                      {"norm", [&] { zero.refuse_gradients_that_wait("clip_grad_norm"); }},
+                                                                      {"pass", [&] { pass(net, 2); }},
+                                                                      {"gather", [&] { zero.after_update(); }}};
+            pass(net, 0);
+            at::Tensor& gradient = net.last->weight.mutable_grad();
+            const at::Tensor kept = gradient;
+            gradient.reset();
+            if (by_pass) pass(net, 1);
+            (void)zero.updated();  // either finds the clear
+            gradient = kept;
+            EXPECT_THAT(refusal(asking.at(asked)),
+                        AllOf(HasSubstr("what was put into grad() of 'last.weight'"), HasSubstr("keep clones of those of the parts")));
+            optimizer.zero_grad();
+            for (Net* const each : {&net, &other}) pass(*each, 3);
+            optimizer.step();
+            by_itself.step();
+            EXPECT_TRUE(same_bits(weights_of(net), weights_of(other))) << asked;
+          });
+        }
+      }
+    }
+  }
+}
+
+/// And what another parameter shows is no gradient of this one.
+TEST(ZeroPlainLoop, AGradientOfAnotherParameterIsRefusedByName) {
+  run_ranks(2, [&](World& world) {
+    Net net;
+    ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 2});
+    auto optimizer = zero_optimizer(zero, make_sgd);
+    backward(net, part_of(whole_batch(samples), 2, world.rank()));
+    std::swap(net.first->weight.mutable_grad(), net.last->weight.mutable_grad());
+    EXPECT_THAT(refusal([&] { optimizer.step(); }), HasSubstr("what was put into grad() of 'last.weight'"));
+  });
+}
+
+/// A clear that a held gradient hides is one of what was there: what was put since is used by whoever has nothing else to use.
+TEST(ZeroPlainLoop, WhatIsPutBehindAClearOfAGradientThatIsHeldStays) {
+  for (const bool looks : {true, false}) {
+    expect_parity_of_putting("held", [&](Net& net, const PuttingLoop& loop) {
+      loop.backward(0);
+      loop.step();
+      std::vector<at::Tensor> held;
+      for (const at::Tensor& parameter : net.parameters()) held.push_back(parameter.grad());
+      net.zero_grad();
+      loop.put(net);
+      if (looks) loop.look();
+      loop.put(net);
+      loop.step();
+      loop.backward(1);
+      loop.step();
+    });
+  }
+}
+
+/// A pass would add to it where it was put behind the clear, and not where it was put before.
+TEST(ZeroPlainLoop, APassThatMayAddToWhatWasClearedIsRefusedByName) {
+  for (const bool before : {true, false}) {
+    for (const bool looks : {true, false}) {
+      run_ranks(2, [&](World& world) {
+        Net net, other;
+        ShardedDataParallel zero(net, {.shard = world.group()}, {.stage = 1}), expected(other, {.shard = world.group()}, {.stage = 1});
+        const auto parts = zero.updated();
+        const auto pass = [&](Net& of) { backward(of, part_of(whole_batch(samples), 2, world.rank())); };
+        const auto put = [&] {
+          for (const auto& part : parts) at::Tensor(part.tensor).mutable_grad() = at::ones_like(part.tensor.detach());
+        };
+        pass(net);
+        std::vector<at::Tensor> held;
+        for (const at::Tensor& parameter : net.parameters()) held.push_back(parameter.grad());
+        if (before) put();
+        net.zero_grad();
+        if (!before) put();
+        if (looks) (void)zero.updated();
+        EXPECT_THAT(refusal([&] { pass(net); }), AllOf(HasSubstr("nobody can tell whether this pass adds to it"), HasSubstr("grad() of 'scale'")));
+        held.clear();
+        pass(net);
+        pass(other);
+        for (size_t i = 0; i < parts.size(); ++i) EXPECT_TRUE(at::equal(parts[i].tensor.grad(), expected.updated()[i].tensor.grad())) << i;
+      });
+    }
   }
 }
 

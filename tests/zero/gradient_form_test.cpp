@@ -67,6 +67,33 @@ TEST(ZeroGradients, AMeanInFp16DoesNotOverflow) {
   }
 }
 
+/// Terms of a mean in fp16 are divided where they lie, which is no clear of the program's, though they are all zeros.
+TEST(ZeroGradients, AMeanInFp16IsNoClearOfWhatAFailedPassWouldAddTo) {
+  for (const int stage : {1, 2}) {
+    for (const int ranks : {2, 3}) {
+      run_ranks(ranks, [&](World& world) {
+        torch::nn::Module module;
+        for (const char* const name : {"late", "rank", "zeros"}) module.register_parameter(name, at::ones({40}, at::kHalf));
+        ShardedDataParallel zero(module, {.shard = world.group()}, {.stage = stage, .sizes = {.bucket_bytes = 16, .first_bucket_bytes = 16}, .average = true});
+        const auto pass = [&](double of_rank, double of_zeros, bool fails) {
+          at::Tensor late = module.parameters()[0] * 1;
+          if (fails) late.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+          (late.sum() + (module.parameters()[1] * of_rank).sum() + (module.parameters()[2] * of_zeros).sum()).backward();
+        };
+        pass(1, 1, false);
+        std::vector<at::Tensor> before;
+        for (const auto& part : zero.updated()) before.push_back(part.tensor.grad().clone());
+        EXPECT_THROW(pass(world.rank(), 0, true), std::runtime_error);
+        for (size_t i = 0; i < before.size(); ++i) {
+          const at::Tensor now = zero.updated()[i].tensor.grad();
+          ASSERT_TRUE(now.defined()) << i;
+          EXPECT_TRUE(at::equal(now, before[i])) << i;
+        }
+      });
+    }
+  }
+}
+
 TEST(ZeroGradients, AnOverflowOnTheNetworkIsSeen) {
   run_ranks(3, [&](World& world) {
     Net net;

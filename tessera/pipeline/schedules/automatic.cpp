@@ -163,7 +163,8 @@ Schedule automatic(int ranks, int micro_batches, const Costs& costs, const Memor
              ": a rank holds at least one micro-batch; take 1 or more");
   require_of("kept", limit.kept > 0 && limit.kept <= 1, "zb_auto: kept = ", limit.kept, ": a share of a micro-batch's activations, more than 0 and at most 1");
   for (const size_t stages : {costs.scale.size(), costs.stages.size()})
-    require(stages == 0 || stages == static_cast<size_t>(ranks), "zb_auto: costs of ", stages, " stages for ", ranks);
+    require(stages == 0 || stages == static_cast<size_t>(ranks), "zb_auto: costs of ", stages, " stages for ", ranks,
+            " ranks, which have one stage each; give costs of ", ranks, " stages, such as those of a run with pipeline.virtual_stages = 1");
   Best best(costs);
   if (limit.micro_batches >= std::min(ranks, micro_batches)) best.offer(zb_h1(ranks, micro_batches));
   if (limit.micro_batches >= std::min(2 * ranks - 1, micro_batches)) best.offer(zb_h2(ranks, micro_batches));

@@ -1,0 +1,12 @@
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+
+#include "tessera/comm/group.h"
+
+namespace tessera::comm::differentiable {
+
+/// Whether what this node of a graph gave is the same on every rank of `group`: of an all_reduce, all_gather or broadcast over its ranks, or over more.
+bool gives_the_same_on(const Group& group, const torch::autograd::Node& node);
+
+}  // namespace tessera::comm::differentiable
