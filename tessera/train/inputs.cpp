@@ -18,7 +18,6 @@
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/config/defaults.h"
-#include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
@@ -471,18 +470,20 @@ std::vector<std::string> changes_since(const ResumePoint& resume, const Config& 
 std::string other_update(const ResumePoint& resume, const Config& config, int data_ranks) {
   const std::string folder = resume.folder.string();
   const Config saved = config_of(resume.manifest.progress, folder);
-  const std::string& schedule = config.pipeline.schedule;
-  if (!is_asynchronous(schedule) || saved.pipeline.schedule != schedule) return {};
-  const auto samples = [](const Config& of, int ranks) {
+  const auto within = [](const Config& of) { return updates_within_steps(of, of.mesh.pp == -1 ? 2 : of.mesh.pp); };
+  if (!within(saved) && !within(config)) return {};
+  const auto samples = [&](const Config& of, int ranks) {
+    if (!within(of)) return of.batch.global_size;
     const int64_t together = of.batch.micro_size * ranks, micro_batches = of.batch.global_size / together;
     const int64_t summed = of.pipeline.per_update > 0 ? of.pipeline.per_update : std::max(1, of.mesh.pp);
     return of.pipeline.schedule == "pipedream" ? together : together * std::min(micro_batches, summed);
   };
   const int64_t before = samples(saved, data_ranks_of(resume.manifest.progress, folder)), now = samples(config, data_ranks);
   if (before == now) return {};
-  return detail::concat("pipeline.schedule = ", schedule, ": an update sums ", now, " samples on ", data_ranks, " data ranks, and summed ", before, " where ",
-                        folder, " was saved, so this is another run from here on; to go on with as many keep batch.micro_size times data ranks",
-                        schedule == "pipedream" ? "" : " times the micro-batches of an update (pipeline.per_update)");
+  const bool both = within(saved) && within(config);
+  return detail::concat("an update sums ", now, " samples on ", data_ranks, " data ranks, and summed ", before, " where ", folder,
+                        " was saved, so this is another run from here on; to go on as before keep ",
+                        both ? "batch.micro_size times data ranks, with pipedream_2bw times pipeline.per_update" : "pipeline.schedule and mesh.pp");
 }
 
 void check_checkpoint_dir(const Config& config, const Inputs& inputs) {

@@ -23,7 +23,7 @@ using checkpoint::SlicedTensor;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kShareOfModule = 0.1;
-constexpr double kOtherOrder = 8;
+constexpr double kOtherOrder = 8, kLargestShare = 0.125;
 
 at::Tensor defined(const SlicedTensor& held) { return held.tensor.defined() ? held.tensor.detach() : at::zeros(held.slice.local_shape()); }
 
@@ -49,12 +49,19 @@ Held held_by(const std::vector<std::vector<SlicedTensor>>& ranks, const std::str
   return held;
 }
 
-/// By how much more than rounding a rank is off what is exact, going by how far one device (`whole`) is; infinity where that says nothing. Rounding in another
-/// order is not of one size: a row's output that was merged of two tiles is off as a whole, and so are the products of all of its keys, which one device rounds
-/// one by one (measured where scores are nearly even: up to 5.7 times one device's).
+/// How far off what is exact a rank may be by rounding, going by how far one device is (`own`). In fp32 another order of additions is not off by as much: a
+/// row's output that was merged of two tiles is off as a whole, and so are the products of all of its keys, which one device rounds one by one (measured where
+/// scores are nearly even: up to 5.7 times one device's). Where that would be no small part of the gradient, or products round more coarsely, it is what one
+/// device is off by.
+double by_rounding(double own, const at::Tensor& exact) {
+  if (exact.scalar_type() != at::kDouble) return own;
+  return std::max(own, std::min(kOtherOrder * own, kLargestShare * largest_entry(exact)));
+}
+
+/// By how much more than rounding a rank is off what is exact; infinity where one device (`whole`) says nothing.
 double farther(const at::Tensor& held, const Slice& slice, const at::Tensor& whole, const at::Tensor& exact) {
   const double own = largest_difference(whole, exact);
-  return std::isfinite(own) ? largest_difference(held, take(exact, slice)) - kOtherOrder * own : kInfinity;
+  return std::isfinite(own) ? largest_difference(held, take(exact, slice)) - by_rounding(own, exact) : kInfinity;
 }
 
 /// Why the slices do not make up the whole tensor, or nothing.

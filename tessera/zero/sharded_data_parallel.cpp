@@ -350,7 +350,10 @@ class ShardedDataParallel::Impl final : public BucketedStep {
       nn::arm(gradient);  // so that a clear within the step shows
       const at::Tensor& memory = buckets_[slot_of_[i].bucket].gradient_part();
       const bool outlives = !trained_[i] && part.defined() && memory.defined() && part.is_alias_of(memory);
-      if (outlives) set_gradient(shards_[i].tensor, part.clone());  // of a parameter that was frozen since
+      if (outlives) {  // of a parameter that was frozen since
+        set_gradient(shards_[i].tensor, part.clone());
+        seen_parts_[i] = name_of(shards_[i].tensor.grad());
+      }
     }
   }
 

@@ -188,10 +188,15 @@ struct HookedNet : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& ids) {
     const at::Tensor h = implicit(in(torch::one_hot(ids, 5).to(at::kFloat)));
-    if (hooks_outside && h.requires_grad()) h.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
-    return out(h);
+    const auto hook = [&] {
+      if (h.requires_grad()) h.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+    };
+    if (hooks_outside == Outside::BeforeUse) hook();
+    const at::Tensor y = out(h);
+    if (hooks_outside == Outside::BehindUse) hook();
+    return y;
   }
-  bool hooks_outside = false;
+  enum class Outside { Never, BeforeUse, BehindUse } hooks_outside = Outside::Never;
   torch::nn::Linear in{5, 4};
   Implicit implicit;
   torch::nn::Linear out{4, 2};
@@ -205,9 +210,11 @@ TEST(SplitModules, AModuleMayHookWhatItReturns) {
     const auto split = pipeline::split(model, inputs, {{at, Beginning}});
     expect_same(run_pass(*model, [&] { return staged(split, inputs); }), run_pass(*model, [&] { return eager(forward_of(model), inputs); }));
   }
-  const auto outside = std::make_shared<HookedNet>();
-  outside->hooks_outside = true;
-  EXPECT_THAT(refusal([&] { pipeline::split(outside, inputs, {{"out", Beginning}}); }), HasSubstr("a tensor with a hook (register_hook)"));
+  for (const auto when : {HookedNet::Outside::BeforeUse, HookedNet::Outside::BehindUse}) {
+    const auto outside = std::make_shared<HookedNet>();
+    outside->hooks_outside = when;
+    EXPECT_THAT(refusal([&] { pipeline::split(outside, inputs, {{"out", Beginning}}); }), HasSubstr("hook (register_hook)"));
+  }
 }
 
 struct DrawnImpl : nn::Module {

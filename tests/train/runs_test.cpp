@@ -408,6 +408,19 @@ TEST_F(Runs, AnUpdateOfOtherSamplesIsAChange) {
     EXPECT_EQ(said(schedule, "2", 2), "") << schedule << " of as many samples";
   }
   EXPECT_EQ(said("1f1b", "1", 2), "");
+  const auto over_stages = [&](int before, int now) {
+    ResumePoint point{.folder = "saved", .manifest = {}};
+    const auto with = [&](int pp) {
+      Config config = of("pipedream", "1");
+      config.mesh.pp = pp;
+      return config;
+    };
+    point.manifest.progress = progress_json(with(before), {}, {}, {}, 2);
+    return other_update(point, with(now), 2);
+  };
+  EXPECT_EQ(over_stages(1, 1), "") << "a schedule of one stage means nothing";
+  EXPECT_THAT(over_stages(1, 2), HasSubstr("an update sums 2 samples on 2 data ranks, and summed 16 where saved was saved"));
+  EXPECT_THAT(over_stages(2, 1), HasSubstr("keep pipeline.schedule and mesh.pp"));
   EXPECT_THAT(said("pipedream", "1", 2), HasSubstr("an update sums 2 samples on 2 data ranks, and summed 4 where saved was saved"));
   EXPECT_THAT(said("pipedream_2bw", "1", 2), HasSubstr("an update sums 4 samples on 2 data ranks, and summed 8"));
   EXPECT_EQ(said("pipedream_2bw", "1", 2, 4), "");

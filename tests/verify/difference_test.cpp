@@ -103,8 +103,8 @@ TEST_F(Slices, TheFarthestRankAndStepAreNamed) {
 
 TEST_F(Slices, WhatIsFarIsMeasuredByHowMuchFartherFromTheExactItIs) {
   int asked = 0;
-  const auto value = [&](double rank_off, double device_off) {
-    const at::Tensor exact = whole_ - device_off;
+  const auto value = [&](double rank_off, double device_off, at::ScalarType type = at::kFloat) {
+    const at::Tensor exact = (whole_ - device_off).to(type);
     const Exact ask = [&](const std::string&) { return ++asked, exact; };
     auto ranks = std::vector<std::vector<SlicedTensor>>{{part(0, 2)}, {part(2, 3)}};
     ranks[1][0].tensor[0][0] = exact[2][0] + rank_off;
@@ -115,10 +115,12 @@ TEST_F(Slices, WhatIsFarIsMeasuredByHowMuchFartherFromTheExactItIs) {
   EXPECT_NEAR(value(-0.3, 0.4), 0.7 / 9, 1e-6) << "within the bound";
   EXPECT_EQ(asked, 0);
   EXPECT_NEAR(value(-0.9, 0.9), 0, 1e-6) << "as far off as the device, on the other side";
-  EXPECT_NEAR(value(-1.2, 0.2), 0, 1e-6) << "six times as far, by another order of additions";
-  EXPECT_NEAR(value(-2.7, 0.1), 1.9 / 9, 1e-6);
-  EXPECT_NEAR(value(2.7, 0.1), 1.9 / 9, 1e-6);
-  EXPECT_EQ(asked, 4);
+  EXPECT_NEAR(value(-2.7, 0.9), 1.8 / 9, 1e-6);
+  EXPECT_NEAR(value(2.7, 0.9), 1.8 / 9, 1e-6) << "never more than the two are apart";
+  EXPECT_EQ(asked, 3);
+  EXPECT_NEAR(value(-0.96, 0.13, at::kDouble), 0, 1e-6) << "seven times as far, by another order of additions in fp32";
+  EXPECT_NEAR(value(-2.7, 0.13, at::kDouble), (2.7 - 8 * 0.13) / 9, 1e-6);
+  EXPECT_NEAR(value(-2.7, 0.9, at::kDouble), 1.8 / 9, 0.03) << "no large part of the gradient";
   EXPECT_EQ(value(-2.7, kInfinity), kInfinity) << "what one device has not says nothing";
 }
 

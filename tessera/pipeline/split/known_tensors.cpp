@@ -1,5 +1,6 @@
 #include "tessera/pipeline/split/known_tensors.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/ops/empty_strided.h>
@@ -72,7 +73,7 @@ int KnownTensors::add(const at::Tensor& tensor, Value::Kind kind, std::string na
   name_tensor(tensor, value);
   if (tensor.is_meta() && !at(value).is_state()) {
     makers_[value] = maker_of(tensor);
-    hooks_[value] = hooks_of(tensor);
+    note_hooks(value, tensor);
     return value;
   }
   at::Tensor twin = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
@@ -123,6 +124,22 @@ void KnownTensors::check_history(int value, const at::Tensor& tensor) const {
   require(hooks_of(tensor) == hooks_.at(value), "pipeline: ", where_.text(),
           " is given a tensor with a hook (register_hook), which a replay would not call; put the call into a module that is declared with TESSERA_MODULE, or "
           "the hook on a parameter");
+}
+
+void KnownTensors::note_hooks(int value, const at::Tensor& tensor) {
+  hooks_[value] = hooks_of(tensor);
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta != nullptr && meta->cpp_hooks_list_) lists_[meta->cpp_hooks_list_.get()] = {meta->cpp_hooks_list_, meta->cpp_hooks_list_->size()};
+  if (const auto node = tensor.grad_fn()) nodes_[node.get()] = {node, node->tensor_pre_hooks().size()};
+}
+
+// Who has a hook may be gone: its list and its maker are not.
+void KnownTensors::check_hooks() const {
+  const bool as_noted = std::ranges::all_of(lists_, [](const auto& item) { return item.second.first->size() == item.second.second; }) &&
+                        std::ranges::all_of(nodes_, [](const auto& item) { return item.second.first->tensor_pre_hooks().size() == item.second.second; });
+  require(as_noted,
+          "pipeline: a tensor was given a hook (register_hook) behind its last use, which a replay would not call; put the call into a module that is declared "
+          "with TESSERA_MODULE, or the hook on a parameter");
 }
 
 int KnownTensors::argument(const at::Tensor& tensor, bool writes) {
@@ -182,7 +199,7 @@ int KnownTensors::detached(int value, const at::Tensor& tensor) {
 int KnownTensors::result(const at::Tensor& tensor, int node, bool unwritten) {
   if (const auto found = numbers_.find(tensor.unsafeGetTensorImpl()); found != numbers_.end()) {
     look_again(found->second, twin(tensor), node);
-    hooks_[found->second] = hooks_of(twin(tensor));
+    note_hooks(found->second, twin(tensor));
     return found->second;
   }
   const int value = add(tensor, Value::Kind::Result, "", node);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -8,6 +9,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/cpp_hook.h>
+#include <torch/csrc/autograd/function.h>
 
 #include "tessera/pipeline/split/graph.h"
 
@@ -49,6 +52,9 @@ class KnownTensors {
   /// Those that have another one since the last call.
   std::vector<int> take_rebased() { return std::exchange(rebased_, {}); }
 
+  /// When the pass is over: refuses hooks that nobody's use has shown. Throws ConfigError.
+  void check_hooks() const;
+
   /// The tensor itself, or what stands in for it.
   at::Tensor twin(const at::Tensor& tensor) const;
 
@@ -69,6 +75,7 @@ class KnownTensors {
   int detached(int value, const at::Tensor& tensor);
   void become_constant(int value, const at::Tensor& tensor);
   void check_history(int value, const at::Tensor& tensor) const;
+  void note_hooks(int value, const at::Tensor& tensor);
   Value& at(int value) { return graph_.values[static_cast<size_t>(value)]; }
 
   Graph& graph_;
@@ -79,6 +86,9 @@ class KnownTensors {
   std::vector<std::vector<Handle>> handles_;                      ///< by number of the storage; the last list: of tensors that have none
   std::unordered_map<int, const torch::autograd::Node*> makers_;  ///< grad_fn as the last operator left it
   std::unordered_map<int, size_t> hooks_;                         ///< that it had when it was made
+  // Until the pass is over, with how many hooks they had when they were last made:
+  std::unordered_map<const torch::autograd::hooks_list*, std::pair<std::shared_ptr<torch::autograd::hooks_list>, size_t>> lists_;
+  std::unordered_map<const torch::autograd::Node*, std::pair<c10::intrusive_ptr<torch::autograd::Node>, size_t>> nodes_;
   std::unordered_set<int> unwritten_;
   std::vector<int> rebased_;
   std::vector<at::Tensor> originals_;

@@ -95,7 +95,10 @@ class Recorder final : public nn::OperatorWatcher {
     where_ = {.op = "the end of the pass"};
     graph_.outputs.push_back(known_.argument(tensor, /*writes=*/false));
   }
-  Graph take() { return std::move(graph_); }
+  Graph take() {
+    known_.check_hooks();
+    return std::move(graph_);
+  }
   const Where& where() const { return where_; }
 
   void before(const c10::OperatorHandle&, torch::jit::Stack&) override {}
