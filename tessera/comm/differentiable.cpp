@@ -152,14 +152,12 @@ at::Tensor reduce_to_root(const Group& group, const at::Tensor& x, int root) {
 // taken for the gradient of the next.
 bool comes_back(const at::Tensor& x) { return at::isFloatingType(x.scalar_type()) || at::isComplexType(x.scalar_type()); }
 
-}  // namespace
-
-bool gives_the_same_on(const Group& group, const torch::autograd::Node& node) {
+bool gives(Gives what, const Group& group, const torch::autograd::Node& node) {
   const c10::IValue* const saved = saved_by(node, kBackward);
   if (saved == nullptr || !saved->isCapsule()) return false;
   const auto capsule = saved->toCapsule();
   const auto* const remembered = dynamic_cast<const Backward*>(capsule.get());
-  if (remembered == nullptr || remembered->gives != Gives::Same) return false;
+  if (remembered == nullptr || remembered->gives != what) return false;
   std::vector<int> members;
   for (int member = 0; member < remembered->group.size(); ++member) members.push_back(remembered->group.world_rank(member));
   for (int member = 0; member < group.size(); ++member) {
@@ -167,6 +165,12 @@ bool gives_the_same_on(const Group& group, const torch::autograd::Node& node) {
   }
   return true;
 }
+
+}  // namespace
+
+bool gives_the_same_on(const Group& group, const torch::autograd::Node& node) { return gives(Gives::Same, group, node); }
+
+bool gives_its_own_on(const Group& group, const torch::autograd::Node& node) { return gives(Gives::Own, group, node); }
 
 at::Tensor copy_to_group(const Group& group, const at::Tensor& x) {
   if (group.size() == 1) return x;

@@ -190,7 +190,7 @@ class Exchanged : public nn::Interceptor {
     require(!nn::were_given_alike(nn::tell_ranks(group_, here.w1, may_be_alike ? 0 : nn::told_together(bits))), "expert_parallel: '", here.path(),
             "' has the same weights on every rank of ", group_.name(),
             ", and they were written since the experts were dealt: a broadcast gives all ranks one rank's experts; write the whole before "
-            "expert_parallel, or load by checkpoint::load");
+            "expert_parallel, or load by checkpoint::load; where ranks are meant to hold alike experts set ExpertParallelOptions::watch = false");
   }
 
   /// Data of another shape is no part of the experts, as far as anybody knows.

@@ -1,8 +1,11 @@
 #include "tessera/tensor_parallel/open_features.h"
 
 #include <algorithm>
+#include <array>
 #include <functional>
+#include <string>
 #include <unordered_set>
+#include <utility>
 
 #include <torch/csrc/autograd/generated/Functions.h>
 
@@ -47,19 +50,34 @@ bool OpenFeatures::Opened::may_show_in(const at::Tensor& x) const {
   return std::equal(x.sizes().begin(), x.sizes().end() - 1, sizes.begin(), std::less_equal<>());
 }
 
-/// Whether a node gives all features of the layer's rows, of one tensor that has them not: so does a collective that the program has written itself, or what
-/// arranges its result. (Of several tensors one rank alone makes that: two layers' features one beside the other.)
+/// Whether a node gives all features of the layer's rows, or of fewer, of one tensor that has them not: so does a collective that the program has written
+/// itself, or what arranges its result. (Of several tensors one rank alone makes that: two layers' features one beside the other; and of as many elements a
+/// view of fewer rows.)
 bool OpenFeatures::Opened::is_brought_together_by(const Node& node) const {
   if (all == share.size || node.num_inputs() != 1) return false;
-  const auto is_whole = [&](at::IntArrayRef given) { return !given.empty() && given.back() == all && num_rows(given) == num_rows(sizes); };
-  if (!is_whole(sizes_of(node, 0))) return false;
+  const at::IntArrayRef given = sizes_of(node, 0);
+  const auto is_whole = [&](at::IntArrayRef some) { return !some.empty() && some.back() == all && num_rows(some) <= num_rows(sizes); };
+  if (!is_whole(given)) return false;
   std::unordered_set<const Node*> from;
+  bool grows = num_rows(given) == num_rows(sizes);
   for (const torch::autograd::Edge& edge : node.next_edges()) {
     if (!edge.is_valid()) continue;
-    if (is_whole(sizes_of(*edge.function, edge.input_nr))) return false;
+    const at::IntArrayRef some = sizes_of(*edge.function, edge.input_nr);
+    if (is_whole(some)) return false;
+    grows |= c10::multiply_integers(some) < c10::multiply_integers(given);
     from.insert(edge.function.get());
   }
-  return from.size() == 1;
+  return grows && from.size() == 1;
+}
+
+/// Whether a node takes this rank's features out of all.
+bool OpenFeatures::Opened::is_parted_by(const comm::Group& group, const Node& node) const {
+  static const std::unordered_set<std::string> cuts{"SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0", "SelectBackward0"};
+  if (all == share.size || !(cuts.contains(node.name()) || comm::differentiable::gives_its_own_on(group, node))) return false;
+  const auto has = [](at::IntArrayRef some, int64_t size) { return !some.empty() && some.back() == size; };
+  return has(sizes_of(node, 0), share.size) && std::ranges::any_of(node.next_edges(), [&](const torch::autograd::Edge& edge) {
+           return edge.is_valid() && has(sizes_of(*edge.function, edge.input_nr), all);
+         });
 }
 
 void OpenFeatures::open(const std::string& path, const at::Tensor& output, const std::vector<FeatureShare>& shares) {
@@ -80,20 +98,23 @@ void OpenFeatures::bound(const at::Tensor& output) {
   if (has_graph(output)) bounds_.emplace_back(output.grad_fn());
 }
 
-/// Whether the graph of x has the output's node, and nothing lies between the two of which each rank has the whole.
+/// Whether the graph of x has the output's node, and nothing lies between the two of which each rank has the whole, unless it took its own part of that again.
 bool OpenFeatures::is_behind(const Opened& one, const at::Tensor& x) const {
   const c10::intrusive_ptr<Node> origin = one.node ? one.node->lock() : c10::intrusive_ptr<Node>();
   if (!origin || !has_graph(x)) return false;
-  std::unordered_set<const Node*> bounds, seen;
+  std::unordered_set<const Node*> bounds;
   for (const auto& bound : bounds_) bounds.insert(bound.lock().get());
-  std::vector<const Node*> next{x.grad_fn().get()};
+  const auto gives_the_whole = [&](const Node& node) { return comm::differentiable::gives_the_same_on(group_, node) || one.is_brought_together_by(node); };
+  std::array<std::unordered_set<const Node*>, 2> seen;  // by whether a part was taken
+  std::vector<std::pair<const Node*, bool>> next{{x.grad_fn().get(), false}};
   while (!next.empty()) {
-    const Node* const node = next.back();
+    auto [node, parted] = next.back();
     next.pop_back();
     if (node == origin.get()) return true;
-    if (node == nullptr || node->sequence_nr() < origin->sequence_nr() || !seen.insert(node).second) continue;
-    if (bounds.contains(node) || comm::differentiable::gives_the_same_on(group_, *node) || one.is_brought_together_by(*node)) continue;
-    for (const torch::autograd::Edge& edge : node->next_edges()) next.push_back(edge.function.get());
+    if (node == nullptr || node->sequence_nr() < origin->sequence_nr() || !seen[parted ? 1 : 0].insert(node).second) continue;
+    if (bounds.contains(node) || (!parted && gives_the_whole(*node))) continue;
+    parted |= one.is_parted_by(group_, *node);
+    for (const torch::autograd::Edge& edge : node->next_edges()) next.emplace_back(edge.function.get(), parted);
   }
   return false;
 }

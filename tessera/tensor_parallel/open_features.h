@@ -53,6 +53,7 @@ class OpenFeatures {
 
     bool may_show_in(const at::Tensor& x) const;
     bool is_brought_together_by(const Node& node) const;
+    bool is_parted_by(const comm::Group& group, const Node& node) const;
   };
 
   bool is_behind(const Opened& one, const at::Tensor& x) const;

@@ -130,6 +130,25 @@ TEST_P(Check, ComparesTheRowsOfAnAllToAll) {
                           " gives rank 0 2 rows, which expects 1"));
 }
 
+TEST_P(Check, AnAllToAllGoesByPartsNotByShapes) {
+  const auto texts = errors([&](World& world) {
+    all_to_all(world.group(), at::zeros({2 * n(), 3}), at::ones({n(), 2, 3}));
+    // The first gives two rows to the last, and gets none; who moves nothing has rows of no shape.
+    std::vector<int64_t> none(n(), 0), two(n(), 0), from(n(), 0);
+    two[n() - 1] = from[0] = 2;
+    const bool first = world.rank() == 0;
+    all_to_all(world.group(), last(world) ? at::zeros({2, 3}) : at::empty({0}), first ? at::ones({2, 3}) : at::empty({0}), last(world) ? from : none,
+               first ? two : none);
+  });
+  EXPECT_THAT(texts, Each(""));
+  const auto wider = errors([&](World& world) {
+    const std::vector<int64_t> one(n(), 1);
+    const int64_t columns = last(world) ? 4 : 3;
+    all_to_all(world.group(), at::empty({n(), columns}), at::ones({n(), columns}), one, one);
+  });
+  EXPECT_THAT(wider, Each(HasSubstr("which expects")));
+}
+
 TEST_P(Check, SaysTheRanksOfTheWorldInASubgroup) {
   const auto texts = errors([&](World& world) {
     std::vector<int> reversed;

@@ -380,6 +380,37 @@ TEST(OwnLoopOfParts, MasksBehindFeaturesThatAProgramHasBroughtTogetherAreAllRank
   }
 }
 
+/// Brought together for a norm over all, each rank takes its own again; or pooled rows are brought together.
+TEST(OwnLoopOfParts, MasksOfAPartThatIsTakenAgainAreThoseOfOneDevice) {
+  using comm::differentiable::Gradient;
+  const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();
+  const auto pass = [&](Dropped& net, const std::function<at::Tensor(const at::Tensor&)>& map) {
+    const nn::SampleScope samples({.seed = 7, .step = 1});
+    return net->drop(map(at::gelu(net->up(x)))).detach();
+  };
+  const auto centered = [](const at::Tensor& h) { return h - h.mean(-1, true); };
+  Dropped one = on_meta([] { return Dropped(0.5); });
+  materialize(one, 3);
+  const at::Tensor want = pass(one, centered), pooled = pass(one, [](const at::Tensor& h) { return h.mean(1, true); });
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      Dropped net = on_meta([] { return Dropped(0.5); });
+      const auto tensor = parallelize_module(net, world.group(), feed_forward_plan());
+      materialize(net, 3);
+      const Box& held = nn::slice_of(net->up->weight).boxes.at(0);
+      const auto gathered = [&](const at::Tensor& h) { return comm::differentiable::all_gather(world.group(), h, 2, want.size(-1), Gradient::Replicated); };
+      const at::Tensor own = want.narrow(-1, held.offset[0], held.size[0]);
+      const auto split = [&](const at::Tensor& h) { return comm::differentiable::split(world.group(), centered(gathered(h)), 2); };
+      const auto narrowed = [&](const at::Tensor& h) { return centered(gathered(h)).narrow(-1, held.offset[0], held.size[0]); };
+      EXPECT_LT((pass(net, split) - own).abs().max().item<double>(), 1e-5);
+      EXPECT_LT((pass(net, narrowed) - own).abs().max().item<double>(), 1e-5);
+      EXPECT_LT((pass(net, [&](const at::Tensor& h) { return centered(gathered(h)); }) - want).abs().max().item<double>(), 1e-5);
+      const auto of_few = [&](const at::Tensor& h) { return at::cat(OwnGather::apply(h.mean(1, true), world.group()).chunk(ranks), -1); };
+      EXPECT_LT((pass(net, of_few) - pooled).abs().max().item<double>(), 1e-5);
+    });
+  }
+}
+
 /// What is made of a rank's features and has them still: fewer rows, or rows one after the other.
 TEST(OwnLoopOfParts, MasksOfPooledFeaturesAreThoseOfOneDevice) {
   const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();

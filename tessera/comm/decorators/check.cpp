@@ -30,10 +30,11 @@ static_assert(sizeof(Note) == 256);
 
 std::string_view towards_root(Operation op) { return op == Operation::Reduce || op == Operation::Gather ? " to rank " : " from rank "; }
 
-Note make_note(const std::string& agreed) {
+/// `agreed` is compared, and `told` by who differs.
+Note make_note(const std::string& agreed, const std::string& told) {
   const auto site = CallSite::current();
   Note note{.hash = hash_bytes(agreed.data(), agreed.size())};
-  const auto text = site.empty() ? agreed : fmt::format("{} ({})", agreed, site);
+  const auto text = site.empty() ? told : fmt::format("{} ({})", told, site);
   std::copy_n(text.data(), std::min(text.size(), note.text.size() - 1), note.text.data());
   return note;
 }
@@ -49,9 +50,14 @@ std::string agreed_of(const Call& call, const GroupInfo& group) {
   if (call.peer >= 0) text += fmt::format("{}{}", towards_root(call.op), group.world_rank(call.peer));
   const auto shape = call.whole(group.size);
   const c10::IntArrayRef whole(shape);
-  // Ranks give different numbers of rows; the rows themselves are of one shape.
   if (call.op == Operation::AllToAll) return text + " of rows " + tensor_text(whole.empty() ? whole : whole.slice(1), call.dtype());
   return text + " of " + tensor_text(whole, call.named_dtype());
+}
+
+Note note_of(const Call& call, const GroupInfo& group) {
+  const std::string told = agreed_of(call, group);
+  // What goes to whom is compared in elements: ranks give different numbers of rows, and one that gives none has rows of no shape.
+  return make_note(call.op == Operation::AllToAll ? fmt::format("{} of {}", to_string(call.op), dtype_name(call.dtype())) : told, told);
 }
 
 /// Ranks that ask for the same.
@@ -72,8 +78,13 @@ std::string disagreement(const std::vector<Side>& sides) {
   return fmt::format("{}", fmt::join(texts, "; "));
 }
 
-std::vector<int64_t> splits_of(const at::Tensor& tensor, const std::vector<int64_t>& splits, int ranks) {
-  return splits.empty() ? std::vector<int64_t>(ranks, (tensor.dim() == 0 ? 1 : tensor.size(0)) / ranks) : splits;
+int64_t row_of(const at::Tensor& tensor) { return tensor.dim() == 0 ? 1 : c10::multiply_integers(tensor.sizes().slice(1)); }
+
+/// Elements for, or from, each rank.
+std::vector<int64_t> parts_of(const at::Tensor& tensor, std::vector<int64_t> splits, int ranks) {
+  if (splits.empty()) return std::vector<int64_t>(static_cast<size_t>(ranks), tensor.numel() / ranks);
+  for (int64_t& rows : splits) rows *= row_of(tensor);
+  return splits;
 }
 
 /// A message's bytes as frames whose sizes depend on their place alone: 1 KiB, 4 KiB, ..., 4 MiB, 4 MiB, ... Both sides agree on each frame's size even
@@ -144,7 +155,7 @@ class CheckEngine : public DecoratedEngine {
   }
 
   void compare_notes(const Call& call) {
-    const auto notes = exchange<Note>({make_note(agreed_of(call, group()))}, call);
+    const auto notes = exchange<Note>({note_of(call, group())}, call);
     if (notes.empty()) return;
     std::vector<Side> sides;
     for (int member = 0; member < group().size; ++member) {
@@ -157,8 +168,8 @@ class CheckEngine : public DecoratedEngine {
 
   void compare_splits(const Call& call) {
     const int n = group().size;
-    auto ours = splits_of(call.inputs[0], call.in_splits, n);
-    const auto from = splits_of(call.outputs[0], call.out_splits, n);
+    auto ours = parts_of(call.inputs[0], call.in_splits, n);
+    const auto from = parts_of(call.outputs[0], call.out_splits, n);
     ours.insert(ours.end(), from.begin(), from.end());
     const auto all = exchange(ours, call);
     if (all.empty()) return;
@@ -166,9 +177,12 @@ class CheckEngine : public DecoratedEngine {
       for (int target = 0; target < n; ++target) {
         const auto sent = all[source * 2 * n + target], expected = all[target * 2 * n + n + source];
         if (sent == expected) continue;
-        const auto note = make_note(agreed_of(call, group()));
-        throw CommError(fmt::format("collective #{} of {}: {}: rank {} gives rank {} {} rows, which expects {}", calls_, group().name, note.text.data(),
-                                    group().world_rank(source), group().world_rank(target), sent, expected));
+        const auto note = note_of(call, group());
+        const int64_t row = std::max<int64_t>(1, row_of(call.inputs[0].numel() > 0 ? call.inputs[0] : call.outputs[0]));
+        const bool in_rows = sent % row == 0 && expected % row == 0;
+        throw CommError(fmt::format("collective #{} of {}: {}: rank {} gives rank {} {} {}, which expects {}", calls_, group().name, note.text.data(),
+                                    group().world_rank(source), group().world_rank(target), in_rows ? sent / row : sent, in_rows ? "rows" : "elements",
+                                    in_rows ? expected / row : expected));
       }
     }
   }
@@ -176,7 +190,8 @@ class CheckEngine : public DecoratedEngine {
   Work send_message(const Call& call) {
     const Frames frames(call.inputs[0]);
     frames.pack();
-    const auto note = make_note(tensor_text(call.tensor().sizes(), call.dtype()));
+    const std::string text = tensor_text(call.tensor().sizes(), call.dtype());
+    const auto note = make_note(text, text);
     std::vector<at::Tensor> parts{travelling(&note, sizeof(Note), call)};
     parts.insert(parts.end(), frames.all().begin(), frames.all().end());
     std::vector<WorkStage> stages;
@@ -190,7 +205,8 @@ class CheckEngine : public DecoratedEngine {
 
   Work receive_message(const Call& call) {
     const Frames frames(call.outputs[0]);
-    const auto mine = make_note(tensor_text(call.tensor().sizes(), call.dtype()));
+    const std::string text = tensor_text(call.tensor().sizes(), call.dtype());
+    const auto mine = make_note(text, text);
     const Note unknown;
     const auto theirs = travelling(&unknown, sizeof(Note), call);
     const auto receive = [&](const at::Tensor& into) {
