@@ -83,5 +83,22 @@ TEST(FullyShardAsked, GradientsWithinAStepOfExplicitCallsEndNothing) {
   }
 }
 
+/// A step that is given up behind such a pass has had no last backward that finish() would have to follow.
+TEST(FullyShardAsked, AStepMayBeGivenUpBehindOne) {
+  run_ranks(2, [&](World& world) {
+    DeepNet net;
+    auto sharded = fully_shard(net, world.group(), {.wrap = "block*", .trigger = ShardTrigger::Operators});
+    const Batch mine = part_of(whole_batch(samples), 2, world.rank());
+    sharded->begin_step();
+    sharded->before(ActionKind::Forward, {.index = 0, .last = true});
+    (void)asked_loss(net, mine, Asks::Saliency);
+    EXPECT_NO_THROW(sharded->begin_step());
+    DeepNet whole;
+    asked_loss(whole, whole_batch(samples), Asks::Saliency).backward();
+    step_of(net, *sharded, {mine}, Asks::Saliency, Order::OneByOne);
+    EXPECT_LT(slice_difference(*net, named_gradients(*whole)), parity);
+  });
+}
+
 }  // namespace
 }  // namespace tessera
