@@ -74,10 +74,11 @@ TEST(WeightGradients, UnderAutocastHaveTheBitsOfThoseComputedAtOnce) {
       const auto gradients = [&](const std::shared_ptr<WeightGradients>& later) {
         const LeaveWeightGradients scope(later);
         const at::Tensor in = x.detach().clone().requires_grad_();
-        at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-        at::autocast::set_autocast_enabled(at::kCPU, true);
+        const auto type = x.device().type();
+        at::autocast::set_autocast_dtype(type, at::kBFloat16);
+        at::autocast::set_autocast_enabled(type, true);
         const at::Tensor out = second(first(in).tanh());
-        at::autocast::set_autocast_enabled(at::kCPU, false);
+        at::autocast::set_autocast_enabled(type, false);
         at::autocast::clear_cache();
         EXPECT_EQ(out.scalar_type(), at::kBFloat16);
         out.to(at::kFloat).pow(2).sum().backward();

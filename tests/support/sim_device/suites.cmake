@@ -62,6 +62,7 @@ tessera_sim_suite(tensor_parallel LEFT_OUT
   LayoutRules.FeaturesAreFollowed LayoutRules.PositionsAreFollowed TensorParallel.PaddingIsTheRowOfTheWholeVocabulary
   *VocabularyHead.SmoothsAndBoundsLogitsAsOneDeviceDoes* VocabularyHeads.UnevenPartsMeetEquallyOften RandomPlans.*  # tensors of another rank's device
   *VocabularyHead.PlainOperatorsMeetAsTheFusedOneDoes* *WorldSizes.MasksOfASequenceWithoutABatchAreThoseOfOneDevice* OwnLoopOfParts.Masks*
+  OwnLoopOfParts.WeightsOfAttention* OwnLoopOfParts.OneRanksPartsOfUnknown*
   VocabularyHeads.AnIdThatIsInNoVocabularyIsRefused                  # a device would have to be waited for
   Overlap.WhatAProductHidesIsOnItsWayWhenItBegins VocabularyHeads.EvaluationIsThePlainCrossEntropy)
 tessera_sim_suite(context_parallel)
@@ -76,6 +77,7 @@ tessera_sim_suite(fsdp LEFT_OUT
   FullyShard.MemoryIsOneShareOfEverythingAndTheUnitsInUse FullyShard.ThePlainLoopKeepsUnitsFromForwardToBackward
   FullyShard.GradientsAreComputedWhereTheyAreReduced  # on CUDA autograd adds up gradients itself
   FullyShard.WaitingForAPeerIsExposedTime      # the devices have a time of their own, which knows of no late peer (ExposedTimes does)
+  FullyShardAsked.GradientsWithin*             # second derivatives: nodes that a device's thread makes are ordered by its past, and ranks' threads have others here
   FullyShardLoop.OneRanksFileIsNotEverybodysSlices)  # writes bytes of a file by their pointer
 # Of pipeline, what runs stages; the rest are lists of actions.
 tessera_sim_suite(pipeline ONLY Split.* SplitRanks.* SplitTraining.* Executor.* AsynchronousExecutor.* WeightVersions.* *Tied*
