@@ -256,9 +256,6 @@ void save_config(const Config& config, bool strict) {
   write_text(file, to_toml(config), strict);
 }
 
-// Over which gradients are summed.
-int data_ranks(const Config& config, int world_size) { return size_along(mesh_shape(config.mesh, config.zero.stage, world_size), mesh_roles(config).tokens); }
-
 // The collective algorithms are those that the checkpoint recorded: they order the sums.
 comm::WorldOptions options_for(const Config& config, int size, Inputs& inputs) {
   const auto& resume = inputs.resume;

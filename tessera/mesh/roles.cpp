@@ -22,6 +22,8 @@ MeshRoles mesh_roles(const Config& config) {
           .world = {"dp_replicate", "dp_shard", "pp", "cp", "tp"}};
 }
 
+int data_ranks(const Config& config, int world_size) { return size_along(mesh_shape(config.mesh, config.zero.stage, world_size), mesh_roles(config).tokens); }
+
 bool deals_experts(const Config& config, const MeshShape& shape) {
   return config.model.experts > 0 && (config.mesh.ep > 1 || config.mesh.expert_tp > 1 || size_along(shape, "tp") > 1);
 }

@@ -26,6 +26,9 @@ struct MeshRoles {
 
 MeshRoles mesh_roles(const Config& config);
 
+/// Ranks over which gradients are summed (`tokens`).
+int data_ranks(const Config& config, int world_size);
+
 /// Whether it is data ranks that experts are dealt over though nothing is sharded: their gradients are summed micro-batch by micro-batch all the same.
 bool deals_experts_over_replicas(const Config& config, const MeshShape& shape);
 

@@ -5,11 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include <torch/optim/adam.h>
-#include <torch/optim/optimizer.h>
-#include <torch/optim/sgd.h>
-
 #include "support.h"
+#include "tests/nn/plain_loop.h"
 
 /// zero_grad, forward, backward, step: the loop of a program on one device, unchanged.
 namespace tessera::testing_support {
@@ -17,24 +14,8 @@ namespace tessera::testing_support {
 using comm::run_ranks;
 using comm::World;
 
-using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
-
-inline std::unique_ptr<torch::optim::Optimizer> make_sgd(std::vector<at::Tensor> parameters) {
-  return std::make_unique<torch::optim::SGD>(std::move(parameters), torch::optim::SGDOptions(0.05).momentum(0.9));
-}
-
-inline std::unique_ptr<torch::optim::Optimizer> make_adam(std::vector<at::Tensor> parameters) {
-  return std::make_unique<torch::optim::Adam>(std::move(parameters), torch::optim::AdamOptions(1e-2));
-}
-
 inline std::unique_ptr<GradientSynchronizer> make_ddp(torch::nn::Module& module, const comm::Group& group) {
   return std::make_unique<DistributedDataParallel>(module, group, DdpOptions{.sizes = small_buckets});
-}
-
-inline std::vector<at::Tensor> weights_of(const torch::nn::Module& module) {
-  std::vector<at::Tensor> weights;
-  for (const at::Tensor& parameter : module.parameters()) weights.push_back(parameter.detach().clone());
-  return weights;
 }
 
 /// A program that trains with whatever wraps its model: `mine` is this rank's part of a batch.

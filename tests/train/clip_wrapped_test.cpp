@@ -16,6 +16,7 @@
 #include "tessera/zero/sharded_data_parallel.h"
 #include "tessera/zero/zero_optimizer.h"
 #include "tests/nn/net.h"
+#include "tests/nn/plain_loop.h"
 #include "tests/train/wrapped.h"
 
 /// clip_grad_norm and zero_optimizer under the wrappers: what takes several rooms.
@@ -29,12 +30,6 @@ using namespace testing_support;
 
 constexpr double max_norm = 0.1;
 constexpr int steps = 3;
-
-std::vector<at::Tensor> weights_of(const torch::nn::Module& module) {
-  std::vector<at::Tensor> weights;
-  for (const at::Tensor& parameter : module.parameters()) weights.push_back(parameter.detach().clone());
-  return weights;
-}
 
 const auto make_torch = [](const std::vector<at::Tensor>& tensors) {
   return std::make_unique<torch::optim::AdamW>(tensors, torch::optim::AdamWOptions(0.02).weight_decay(0.1));

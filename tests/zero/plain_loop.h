@@ -1,37 +1,19 @@
 #pragma once
 
 #include <functional>
-#include <memory>
 #include <vector>
 
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/optimizer.h>
-#include <torch/optim/sgd.h>
 
 #include "tessera/nn/attach.h"
 #include "tessera/zero/zero_optimizer.h"
+#include "tests/nn/plain_loop.h"
 #include "tests/zero/support.h"
 
 /// zero_grad, forward, backward, step: the loop of a program on one device, with an optimizer made by zero_optimizer.
 namespace tessera::testing_support {
 
 using Torch = torch::optim::Optimizer;
-using MakeOptimizer = std::function<std::unique_ptr<Torch>(const std::vector<at::Tensor>&)>;
-
-inline std::unique_ptr<Torch> make_sgd(const std::vector<at::Tensor>& parts) {
-  return std::make_unique<torch::optim::SGD>(parts, torch::optim::SGDOptions(0.05).momentum(0.9));
-}
-
-inline std::unique_ptr<Torch> make_adam(const std::vector<at::Tensor>& parts) {
-  return std::make_unique<torch::optim::Adam>(parts, torch::optim::AdamOptions(1e-2));
-}
-
-inline std::vector<at::Tensor> weights_of(const torch::nn::Module& module) {
-  std::vector<at::Tensor> weights;
-  for (const at::Tensor& parameter : module.parameters()) weights.push_back(parameter.detach().clone());
-  return weights;
-}
 
 /// What a program is written against, with a wrapper and without.
 struct Loop {

@@ -38,11 +38,12 @@ Note make_note(const std::string& agreed, const std::string& told) {
   std::copy_n(text.data(), std::min(text.size(), note.text.size() - 1), note.text.data());
   return note;
 }
+Note make_note(const std::string& agreed) { return make_note(agreed, agreed); }
 
 std::string tensor_text(c10::IntArrayRef shape, c10::ScalarType dtype) { return fmt::format("[{}] {}", fmt::join(shape, ", "), dtype_name(dtype)); }
 
-// What must be the same on every rank, in words: all_reduce of [32] float32, broadcast from rank 2 of [4, 8] bfloat16.
-std::string agreed_of(const Call& call, const GroupInfo& group) {
+// What ranks ask for, in words: all_reduce of [32] float32, broadcast from rank 2 of [4, 8] bfloat16.
+std::string asked_of(const Call& call, const GroupInfo& group) {
   std::string text(to_string(call.op));
   if (call.op == Operation::Barrier) return text;
   const auto reduction = call.named_reduction();
@@ -54,10 +55,10 @@ std::string agreed_of(const Call& call, const GroupInfo& group) {
   return text + " of " + tensor_text(whole, call.named_dtype());
 }
 
+// It is the same on every rank, but for who gives whom how many rows: that is compared in elements, since one that gives none has rows of no shape.
 Note note_of(const Call& call, const GroupInfo& group) {
-  const std::string told = agreed_of(call, group);
-  // What goes to whom is compared in elements: ranks give different numbers of rows, and one that gives none has rows of no shape.
-  return make_note(call.op == Operation::AllToAll ? fmt::format("{} of {}", to_string(call.op), dtype_name(call.dtype())) : told, told);
+  const std::string asked = asked_of(call, group);
+  return call.op == Operation::AllToAll ? make_note(fmt::format("{} of {}", to_string(call.op), dtype_name(call.dtype())), asked) : make_note(asked);
 }
 
 /// Ranks that ask for the same.
@@ -190,8 +191,7 @@ class CheckEngine : public DecoratedEngine {
   Work send_message(const Call& call) {
     const Frames frames(call.inputs[0]);
     frames.pack();
-    const std::string text = tensor_text(call.tensor().sizes(), call.dtype());
-    const auto note = make_note(text, text);
+    const auto note = make_note(tensor_text(call.tensor().sizes(), call.dtype()));
     std::vector<at::Tensor> parts{travelling(&note, sizeof(Note), call)};
     parts.insert(parts.end(), frames.all().begin(), frames.all().end());
     std::vector<WorkStage> stages;
@@ -205,8 +205,7 @@ class CheckEngine : public DecoratedEngine {
 
   Work receive_message(const Call& call) {
     const Frames frames(call.outputs[0]);
-    const std::string text = tensor_text(call.tensor().sizes(), call.dtype());
-    const auto mine = make_note(text, text);
+    const auto mine = make_note(tensor_text(call.tensor().sizes(), call.dtype()));
     const Note unknown;
     const auto theirs = travelling(&unknown, sizeof(Note), call);
     const auto receive = [&](const at::Tensor& into) {
