@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <functional>
+#include <string>
 #include <string_view>
 
 #include <ATen/core/Tensor.h>
@@ -18,6 +19,13 @@ inline at::Device test_device() { return at::empty({0}).device(); }
 inline bool asserts_on_device() {
   const char* const device = std::getenv("TESSERA_TEST_DEVICE");
   return device != nullptr && std::string_view(device) == "cuda";
+}
+
+/// What a test expects of a call that a kernel refuses: the sentence of the CPU, or, where CUDA's kernels run on the host (TESSERA_TEST_DEVICE=sim_kernels),
+/// their assertion.
+inline std::string of_kernel(const std::string& sentence) {
+  const char* const device = std::getenv("TESSERA_TEST_DEVICE");
+  return device != nullptr && std::string_view(device) == "sim_kernels" ? "device-side assert triggered" : sentence;
 }
 
 /// fp32 numbers that fill(memory, elements) writes, on test_device().

@@ -158,7 +158,7 @@ Wanted wanted() {
   static const Wanted one = [] {
     const char* const device = std::getenv("TESSERA_TEST_DEVICE");
     const std::string_view name = device ? device : "";
-    return name == "sim" ? Wanted::Cuda : name == "sim_private" ? Wanted::Private : Wanted::Nothing;
+    return name == "sim" || name == "sim_kernels" ? Wanted::Cuda : name == "sim_private" ? Wanted::Private : Wanted::Nothing;
   }();
   return one;
 }

@@ -66,6 +66,7 @@ struct Report {
     FreedInUse,  ///< memory goes back to its stream while another one still uses it
     HostRace,    ///< the host uses pinned memory that a copy still uses
     HostAccess,  ///< the host uses device memory
+    Overrun,     ///< somebody wrote behind the end of device memory
   };
   Kind kind = Kind::Race;
   std::string text{};

@@ -1,8 +1,10 @@
-// The fused kernels of tessera on the simulated devices: the CPU's routines on the same bytes, each a piece of work that the detector sees. And the attention
-// that CUDA has by other names than the CPU, with its layouts: log-sum-exps in whole rows of 32 where the memory-efficient kernel is asked for.
+// The fused kernels of tessera on the simulated devices: the CPU's routines, or CUDA's, on the same bytes, each a piece of work that the detector sees. And the
+// attention that CUDA has by other names than the CPU, with its layouts: log-sum-exps in whole rows of 32 where the memory-efficient kernel is asked for.
 
+#include <cstdlib>
 #include <functional>
 #include <limits>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 
@@ -10,6 +12,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include "tessera/kernels/cuda/routines.cuh"
 #include "tessera/kernels/routines.h"
 #include "tests/support/sim_device/aliases.h"
 #include "tests/support/sim_device/device.h"
@@ -23,12 +26,22 @@ namespace {
 
 using kernels::Routines;
 
-const Routines& cpu_routines() {
-  static const Routines& routines = kernels::routines_for(at::empty({0}, at::TensorOptions(at::kCPU)));
+/// The CPU's, or with TESSERA_TEST_DEVICE=sim_kernels those of kernels/cuda, each thread of each block on the host (cuda_on_host/launch.h).
+const Routines& computing() {
+  static const Routines routines = [] {
+    Routines all = kernels::routines_for(at::empty({0}, at::TensorOptions(at::kCPU)));
+    if (std::string_view(std::getenv("TESSERA_TEST_DEVICE")) != "sim_kernels") return all;
+    all.rms_norm = kernels::cuda::rms_norm_routines();
+    all.layer_norm = kernels::cuda::layer_norm_routines();
+    all.pointwise = kernels::cuda::pointwise_routines();
+    all.cross_entropy = kernels::cuda::cross_entropy_routines();
+    all.dispatch = kernels::cuda::dispatch_routines();
+    return all;
+  }();
   return routines;
 }
 
-/// One call of a routine of the CPU, on the stream of the current device, as a launch of CUDA's: its first `writes` tensors are what it writes, the others what
+/// One call of such a routine, on the stream of the current device, as a launch of CUDA's: its first `writes` tensors are what it writes, the others what
 /// it reads.
 class OneRoutine {
  public:
@@ -79,14 +92,14 @@ auto on_device(const kernels::Routine<void(First, Args...)>&) {
     OneRoutine one(first, Writes);
     const at::Tensor own = one.on_host(first);
     std::tuple<std::decay_t<decltype(one.on_host(args))>...> others{one.on_host(args)...};  // braces: in order
-    const auto call = [own, others] { std::apply([&](const auto&... on_host) { ((cpu_routines().*Group).*Routine)(own, on_host...); }, others); };
+    const auto call = [own, others] { std::apply([&](const auto&... on_host) { ((computing().*Group).*Routine)(own, on_host...); }, others); };
     call();
     one.take_down(call);
   };
 }
 
 Routines sim_routines() {
-  const Routines& cpu = cpu_routines();
+  const Routines& cpu = computing();
   Routines all;
 #define TESSERA_ON_DEVICE(group, Group, routine, writes) all.group.routine = on_device<&Routines::group, &kernels::Group::routine, writes>(cpu.group.routine)
   TESSERA_ON_DEVICE(rms_norm, RmsNormRoutines, forward, 3);

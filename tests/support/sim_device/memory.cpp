@@ -14,6 +14,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include "tessera/core/error.h"
 #include "tessera/memory/ledger.h"
 #include "tests/support/sim_device/device.h"
 #include "tests/support/sim_device/graph.h"
@@ -25,6 +26,7 @@ namespace {
 constexpr size_t kPage = 4096, kLarge = size_t{1} << 20;
 constexpr size_t kRange = size_t{16} << 30;  ///< addresses of one device
 constexpr size_t kAll = kRange * kMaxDevices;
+constexpr int kUnwritten = 0xff;
 thread_local const char* running = "the host";
 
 /// The same memory twice.
@@ -253,11 +255,25 @@ void* take(size_t bytes, int device, int stream) {
   p.device[block->begin] = block;
   p.in_use[static_cast<size_t>(device)] += static_cast<int64_t>(bytes);
   void* const data = reinterpret_cast<void*>(block->begin);
-  std::memset(host_of(data), 0xff, bytes);
+  std::memset(host_of(data), kUnwritten, room);
   HappensBefore::get().allocated(block->history, block->begin, block->begin + bytes, stream, running);
   tessera::detail::count_device_memory(data, static_cast<int64_t>(bytes));
   return data;
 }
+
+namespace {
+
+/// What lies between the end of a block and that of its room is nobody's, and has been filled by take().
+void report_overrun(const Block& block) {
+  const auto* const begin = static_cast<const unsigned char*>(host_of(reinterpret_cast<const void*>(block.begin)));
+  const auto* const written = std::find_if(begin + block.bytes, begin + block.room, [](unsigned char byte) { return byte != kUnwritten; });
+  if (written == begin + block.room) return;
+  HappensBefore::get().report({.kind = Report::Kind::Overrun,
+                               .text = tessera::detail::concat("simulated device: something wrote behind the end of ", block.bytes, " bytes of device memory, ",
+                                                               written - begin - static_cast<std::ptrdiff_t>(block.bytes), " bytes further on")});
+}
+
+}  // namespace
 
 void give(void* data) {
   if (!data) return;
@@ -269,6 +285,7 @@ void give(void* data) {
   Block* const block = found->second;
   p.device.erase(found);
   p.in_use[static_cast<size_t>(block->device)] -= static_cast<int64_t>(block->bytes);
+  report_overrun(*block);
   HappensBefore::get().freed(block->history, block->stream, block->recorded);
   p.free[{block->device, block->stream, block->pool, block->room}].push_back(block);
 }

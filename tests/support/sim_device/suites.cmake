@@ -1,7 +1,8 @@
 # The rooms' tests on the simulated accelerator: one process a room, with what is left out and why. `only` instead of it where few of a room's tests have tensors.
-# ALSO_PRIVATE: once more under the keys of accelerators that libtorch does not know (TESSERA_TEST_DEVICE=sim_private).
+# ALSO_PRIVATE: once more under the keys of accelerators that libtorch does not know (TESSERA_TEST_DEVICE=sim_private). ALSO_KERNELS: once more with CUDA's own
+# kernels (sim_kernels).
 function(tessera_sim_suite room)
-  cmake_parse_arguments(SUITE "ALSO_PRIVATE" "" "ONLY;LEFT_OUT" ${ARGN})
+  cmake_parse_arguments(SUITE "ALSO_PRIVATE;ALSO_KERNELS" "" "ONLY;LEFT_OUT" ${ARGN})
   if(NOT SUITE_ONLY)
     set(SUITE_ONLY *)
   endif()
@@ -10,6 +11,9 @@ function(tessera_sim_suite room)
   set(devices sim)
   if(SUITE_ALSO_PRIVATE)
     list(APPEND devices sim_private)
+  endif()
+  if(SUITE_ALSO_KERNELS)
+    list(APPEND devices sim_kernels)
   endif()
   foreach(device ${devices})
     add_test(NAME ${room}.${device} COMMAND tessera_${room}_test "--gtest_filter=${only}-${left_out}")
@@ -31,7 +35,7 @@ tessera_sim_suite(nn LEFT_OUT
   Materialize.KeepsHandlesHooksAndWorksForPlainModules
   Materialize.ATableMayBeMadeByOperatorsThatCountOnTheHost    # compares with tables that were made on the CPU
   ContrastiveLoss.EqualsTheWholeBatchOnOneDevice)             # hands a group tensors of another rank's device
-tessera_sim_suite(kernels LEFT_OUT
+tessera_sim_suite(kernels ALSO_KERNELS LEFT_OUT
   Half.* WidenedProducts.*          # what a CPU without such products does
   *Fp8*                             # on CUDA sizes are multiples of 16
   Loops.* Panels.* AdamWKernel.*    # the CPU's loops by their pointers
@@ -66,7 +70,7 @@ tessera_sim_suite(tensor_parallel LEFT_OUT
   VocabularyHeads.AnIdThatIsInNoVocabularyIsRefused                  # a device would have to be waited for
   Overlap.WhatAProductHidesIsOnItsWayWhenItBegins VocabularyHeads.EvaluationIsThePlainCrossEntropy)
 tessera_sim_suite(context_parallel)
-tessera_sim_suite(expert_parallel LEFT_OUT ExchangePicture.*                # reads counts by their pointer
+tessera_sim_suite(expert_parallel ALSO_KERNELS LEFT_OUT ExchangePicture.*                # reads counts by their pointer
                   ExpertParallel.ComputesEachRanksRowsByThemselves)       # the same bits, of MKL, whose operands are aligned on a CPU alone
 tessera_sim_suite(fsdp LEFT_OUT
   FullyShard/OffloadOver.IsBitForBit/2         # five ranks: the longest, and in the order of three
@@ -94,7 +98,7 @@ tessera_sim_suite(checkpoint ONLY Staging.* Dump.* Load* Forms/SaverTest.* Check
 tessera_sim_suite(verify ONLY VerifyOnDevice.* VerifyTest.SlicesOnTheHostPassAndAreBitForBitOnOneRank VerifyTest.RecomputationOnOneRankIsBitForBit VerifyTest.EveryModuleAndTensorIsCompared VerifyTest.DataParallelPasses
                   Planted.ARanksContributionThatIsDroppedIsFound Planted.AReductionThatIsLeftOutInOneUnitIsFound
                   PlantedInContext.ATermOfAGradientThatIsMissingIsFound VerifyMixture.EveryLayoutIsOneDevice *VerifyMatrix.EveryLayoutAndEveryFormat*)
-tessera_sim_suite(models)
+tessera_sim_suite(models ALSO_KERNELS)
 tessera_sim_suite(lora)
 # Of the command, what measures on a device.
 tessera_sim_suite(cli ONLY AttentionBench.* PipelineBench.*)

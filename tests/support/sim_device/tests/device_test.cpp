@@ -151,6 +151,15 @@ TEST_F(SimDevice, FindsMemoryThatIsFreedWhileAnotherStreamUsesIt) {
   for (const auto how : {Release::Recorded, Release::AfterAWait, Release::BeforeAWait}) EXPECT_THAT(freed_in_use(side(), own(), first, how), ElementsAre());
 }
 
+TEST_F(SimDevice, FindsWhatIsWrittenBehindTheEndOfATensor) {
+  {
+    const at::Tensor x = at::zeros({3}, at::TensorOptions(first).dtype(at::kByte));
+    static_cast<char*>(host_of(x.mutable_data_ptr()))[4] = 1;
+  }
+  EXPECT_THAT(HappensBefore::get().take_reports(),
+              ElementsAre(::testing::AllOf(::testing::Field(&Report::kind, Overrun), ::testing::Field(&Report::text, HasSubstr("behind the end of 3 bytes")))));
+}
+
 TEST_F(SimDevice, FindsAHostThatTouchesDeviceMemory) {
   const at::Tensor x = at::ones({10}, at::TensorOptions(first));
   EXPECT_EQ(x.data_ptr<float>()[3], 1);  // reported, and goes on
