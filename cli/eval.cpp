@@ -84,7 +84,7 @@ int eval(const EvalFlags& flags) {
       data::Corpus::open_or_build({flags.file}, *text.tokenizer, config.data.cache_dir, 0, "--file", data::documents_named(config.data.documents), text.bos);
   data::check_windows(*corpus, flags.seq_len, 1, "an evaluation", "--seq-len");
   const bool experts_choose = model.router == "expert_choice";  // among the tokens of a forward pass
-  const int64_t asked = flags.micro_size.value_or(experts_choose ? config.batch.micro_size : 1);
+  const int64_t usual = windows_of_a_pass(source), asked = flags.micro_size.value_or(usual);
   const int64_t micro_size = std::min(asked, corpus->windows(flags.seq_len));  // rows beyond the windows would be padding alone
   const int ranks = world_size(flags.nproc);
   const auto layout = reading_layout(config, ranks);
@@ -96,9 +96,9 @@ int eval(const EvalFlags& flags) {
 
   say_once(remarks);
   say_once(text.remarks);
-  if (experts_choose && micro_size != config.batch.micro_size) {
+  if (experts_choose && micro_size != usual) {
     say_once({detail::concat("model.router = expert_choice: experts choose among the tokens of a forward pass, so the loss is that of passes of ", micro_size,
-                             " windows; it was trained, and validated, with batch.micro_size = ", config.batch.micro_size)});
+                             " windows; it was trained, and validated, with batch.micro_size = ", usual)});
   }
   const auto unknown = data::unknown_among_targets(*corpus, *text.tokenizer, flags.seq_len);
   if (auto remark = data::unknown_remark(unknown, "the tokens of --file"); !remark.empty()) say_once({std::move(remark)});

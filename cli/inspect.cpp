@@ -3,7 +3,6 @@
 #include <functional>
 #include <memory>
 #include <numeric>
-#include <regex>
 #include <string>
 #include <utility>
 
@@ -40,13 +39,6 @@ json boxes_json(const std::vector<Box>& boxes) {
   return list;
 }
 
-/// How many ranks saved it, as its files are called; 0: they are called otherwise.
-int ranks_of(const checkpoint::Manifest& manifest) {
-  static const std::regex pattern(R"(rank-[0-9]+-of-([0-9]{1,8})\.safetensors)");
-  std::smatch parts;
-  return !manifest.files.empty() && std::regex_match(manifest.files.begin()->first, parts, pattern) ? std::stoi(parts[1]) : 0;
-}
-
 /// The axes that they were on; empty where the configuration asks for another number of ranks, as one that a program of somebody's own saved may.
 std::string layout_text(const Config& config, int ranks) {
   std::string text;
@@ -71,7 +63,7 @@ json facts_of(const checkpoint::Manifest& manifest) {
     if (name.starts_with("model.")) total += std::accumulate(tensor.shape.begin(), tensor.shape.end(), int64_t{1}, std::multiplies<>());
   }
   json facts{{"parameters", total}};
-  const int ranks = ranks_of(manifest);
+  const int ranks = checkpoint::ranks_of(manifest);
   if (ranks > 0) facts["ranks"] = ranks;
   if (const auto kind = manifest.optimizer.find("kind"); kind != manifest.optimizer.end() && kind->is_string()) facts["optimizer"] = *kind;
   const auto config = config_if_any(manifest.progress);
@@ -140,7 +132,8 @@ json describe(const std::filesystem::path& path) {
     const auto latest = checkpoint::find_latest(path);
     std::string skipped;
     for (const auto& reason : latest.skipped) skipped += "; " + reason;
-    require(latest.folder.has_value(), path.string(), ": holds no valid checkpoint", skipped, "; give a checkpoint, a .safetensors file or a packed .bin");
+    require(latest.folder.has_value(), path.string(), ": holds no valid checkpoint", skipped,
+            "; give a checkpoint, a .safetensors file or a packed .bin, or for flight records: tessera inspect record DIR");
     for (const auto& reason : latest.skipped) log().warn("passing over {}", reason);
     return checkpoint_json(*latest.folder);
   }

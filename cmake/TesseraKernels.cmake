@@ -29,5 +29,6 @@ if(TESSERA_CUDA)
   target_link_libraries(tessera_memory_cuda PRIVATE tessera_base)
   target_include_directories(tessera_memory_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_compile_definitions(tessera_memory_cuda PRIVATE C10_USING_CUSTOM_GENERATED_MACROS)
-  set_property(GLOBAL APPEND PROPERTY TESSERA_LIBS_kernels tessera_memory_cuda)
+  set_property(GLOBAL APPEND PROPERTY TESSERA_LIBS_memory tessera_memory_cuda)
+  set_property(GLOBAL APPEND PROPERTY TESSERA_LIBS_kernels tessera_memory_cuda)  # a room above that was there before
 endif()

@@ -289,22 +289,14 @@ std::string dtype_text(at::ScalarType dtype) {
 
 Exported export_hugging_face(const fs::path& checkpoint, const ModelConfig& source, const fs::path& out, const ExportOptions& options) {
   const ModelConfig model = options.upcycling ? upcycled(source, *options.upcycling) : source;
-  const auto families = hugging_face_families();
-  std::string other;
-  const auto family = std::find_if(families.begin(), families.end(), [&](const auto& each) {
-    if (each.family != model.family) return false;
-    other = each.refusal == nullptr ? "" : each.refusal(model);
-    return other.empty();
-  });
-  require(other.empty(), other, "; ", checkpoint.string(), " cannot be converted");
-  require(family != families.end(), "model.family = ", model.family, ": Hugging Face has no such model, so ", checkpoint.string(), " cannot be converted");
+  const HuggingFaceFamily family = require_family(model, checkpoint.string() + " cannot be converted");
   require(!is_there(out) && !fs::is_symlink(out), out.string(), ": exists already; name a folder that does not");
   const Manifest manifest = read_or_name_another([&] { return read_manifest(checkpoint); });
-  const auto table = options.upcycling ? upcycled_table(family->table(model)) : family->table(model);
+  const auto table = options.upcycling ? upcycled_table(family.table(model)) : family.table(model);
   const auto plan = plan_tensors(file_tensors(table), manifest, checkpoint, options);
-  nlohmann::json config = family->write_config(model);
-  config["architectures"] = {family->architecture};
-  config["model_type"] = family->model_type;
+  nlohmann::json config = family.write_config(model);
+  config["architectures"] = {family.architecture};
+  config["model_type"] = family.model_type;
   const auto origin = origin_of(model);
   const TextIds text_ids = options.text_ids ? options.text_ids(origin.has_value()) : TextIds();
   add_text_ids(config, origin, text_ids);

@@ -105,6 +105,12 @@ bool makes_numbers(const nlohmann::json& progress) {
   });
 }
 
+int ranks_of(const Manifest& manifest) {
+  static const std::regex pattern(R"(rank-[0-9]+-of-([0-9]{1,8})\.safetensors)");
+  std::smatch parts;
+  return !manifest.files.empty() && std::regex_match(manifest.files.begin()->first, parts, pattern) ? std::stoi(parts[1]) : 0;
+}
+
 std::string folder_name(int64_t step) { return fmt::format("{}{:08}", kPrefix, step); }
 std::string temporary_name(int64_t step) { return fmt::format("{}{:08}", kTemporary, step); }
 

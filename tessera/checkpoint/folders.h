@@ -21,6 +21,9 @@ std::string temporary_name(int64_t step);
 /// Whether a name is that of a folder that saves make, move aside or delete.
 bool is_of_saves(const std::filesystem::path& name);
 
+/// How many ranks saved a checkpoint, as its files are called; 0: they are called otherwise.
+int ranks_of(const Manifest& manifest);
+
 /// Everything in `dir` that is named as a checkpoint, by step. Empty where `dir` does not exist.
 std::map<int64_t, std::filesystem::path> checkpoint_folders(const std::filesystem::path& dir);
 

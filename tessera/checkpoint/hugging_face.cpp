@@ -142,6 +142,17 @@ at::Tensor view_of(const HuggingFaceTensor& row, const at::Tensor& theirs) {
   return row.transposed ? part.t() : part;
 }
 
+HuggingFaceFamily require_family(const ModelConfig& model, const std::string& consequence) {
+  std::string other;
+  for (const auto& family : hugging_face_families()) {
+    if (family.family != model.family) continue;
+    other = family.refusal == nullptr ? "" : family.refusal(model);
+    if (other.empty()) return family;
+  }
+  require(other.empty(), other, "; ", consequence);
+  throw ConfigError("model.family = " + model.family + ": Hugging Face has no such model, so " + consequence);
+}
+
 std::optional<std::vector<HuggingFaceTensor>> hugging_face_table(const ModelConfig& model) {
   for (const auto& family : hugging_face_families()) {
     if (family.family == model.family && (family.refusal == nullptr || family.refusal(model).empty())) return family.table(model);

@@ -129,6 +129,8 @@ bool is_ignorable_in_llama(const std::string& name);
 
 /// All of them.
 std::vector<HuggingFaceFamily> hugging_face_families();
+/// The one that can compute the model. Where none can the refusal says why, and ends with `consequence` ("... cannot be converted").
+HuggingFaceFamily require_family(const ModelConfig& model, const std::string& consequence);
 
 /// One tensor of their files and the rows that it is made of, in table order.
 struct FileTensor {

@@ -15,6 +15,7 @@
 #include "tessera/checkpoint/problems.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/stored_slices.h"
+#include "tessera/checkpoint/unread.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/expanded.h"
@@ -114,9 +115,7 @@ LoadReport check_keys(const std::filesystem::path& folder, const Manifest& manif
     }
   }
   for (const auto& [name, stored] : manifest.tensors) {
-    const bool ignored =
-        std::any_of(options.ignore_prefixes.begin(), options.ignore_prefixes.end(), [&](const auto& prefix) { return name.starts_with(prefix); });
-    if (ignored || wanted.contains(name)) continue;
+    if (may_stay_unread(options, name) || wanted.contains(name)) continue;
     if (partial.allow(name)) {
       report.unread.insert(name);
     } else {

@@ -45,12 +45,11 @@ struct PeftNames {
 };
 
 PeftNames peft_names(const ModelConfig& model) {
-  const auto table = hugging_face_table(model);
-  require(table.has_value(), "model.family = ", model.family, ": Hugging Face has no such model, and so no adapters of it");
+  const auto table = require_family(model, "there are no adapters of it").table(model);
   PeftNames names;
   std::map<std::string, int> parts;
-  for (const auto& row : *table) ++parts[row.theirs];
-  for (const auto& row : *table) {
+  for (const auto& row : table) ++parts[row.theirs];
+  for (const auto& row : table) {
     if (row.shape.size() != 2 || row.index >= 0 || !row.ours.ends_with(kWeight) || !row.theirs.ends_with(kWeight)) continue;
     const std::string path = row.ours.substr(0, row.ours.size() - kWeight.size());
     names.theirs[path] = row.theirs.substr(0, row.theirs.size() - kWeight.size());
@@ -236,6 +235,8 @@ Exported export_peft(const fs::path& checkpoint, const ModelConfig& model, const
           "--merge-lora), or train adapters beside a folder that --to hf has written of it (model.from_hf)");
   require(trained.empty(), "--to peft: '", trained,
           "' (lora.trained) was trained beside the adapters, and would be left behind; write the whole model (--to hf --merge-lora)");
+  require(std::ranges::any_of(manifest.tensors, [](const auto& stored) { return nn::is_adapter(stored.first); }), checkpoint.string(),
+          ": holds no adapters; only what was trained with lora.modules has some");
   const PeftNames names = peft_names(model);
   std::vector<std::pair<std::string, TensorSpec>> adapters;  // what is stored, and how it is written
   std::set<std::string> paths;
@@ -245,7 +246,6 @@ Exported export_peft(const fs::path& checkpoint, const ModelConfig& model, const
     paths.insert(split_adapter(ours).first);
     adapters.emplace_back(name, TensorSpec{peft_name(names, ours), options.dtype.value_or(dtype_from_name(stored.dtype)), stored.shape});
   }
-  require(!adapters.empty(), checkpoint.string(), ": holds no adapters; only what was trained with lora.modules has some");
 
   const c10::NoGradGuard no_grad;
   StoredSlices stored(checkpoint, manifest, /*verify=*/true, refuse_beyond_dtype);

@@ -23,6 +23,7 @@
 #include "tessera/checkpoint/json_file.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/checkpoint/save_steps.h"
+#include "tessera/checkpoint/unread.h"
 #include "tessera/core/error.h"
 #include "tessera/core/json_integer.h"
 #include "tessera/core/json_reason.h"
@@ -322,18 +323,21 @@ void require_counts(const nlohmann::json& saved, const torch::nn::Module& model,
           "; give it the parameters that were saved, or name these in LoadOptions::partial");
 }
 
-/// `saved` as far as it is this optimizer's: of the parameters that `partial` names it may lack some, which count from 0, and have others.
-nlohmann::json counts_of(nlohmann::json saved, const optim::Optimizer& optimizer, const std::vector<std::string>& partial) {
+/// `saved` as far as it is this optimizer's: of the parameters that `partial` names it may lack some, which count from 0, and have others, as of those whose
+/// weights stay unread.
+nlohmann::json counts_of(nlohmann::json saved, const optim::Optimizer& optimizer, const LoadOptions& options) {
   const auto counts = saved.find("update_counts");
   if (counts == saved.end() || !counts->is_object()) return saved;
   const auto own = optimizer.update_counts();
   std::vector<std::string> others;
   for (const auto& [name, count] : counts->items()) {
-    if (!own.contains(name) && (count == 0 || may_differ(partial, name))) others.push_back(name);  // what was never updated is no loss
+    if (own.contains(name)) continue;
+    const bool is_left = count == 0 || may_differ(options.partial, name) || may_stay_unread(options, "model." + name);  // what was never updated is no loss
+    if (is_left) others.push_back(name);
   }
   for (const auto& name : others) counts->erase(name);
   for (const auto& [name, count] : own) {
-    if (!counts->contains(name) && may_differ(partial, name)) (*counts)[name] = 0;
+    if (!counts->contains(name) && may_differ(options.partial, name)) (*counts)[name] = 0;
   }
   return saved;
 }
@@ -417,7 +421,7 @@ Resumed load(const std::filesystem::path& folder, const torch::nn::Module& model
   const Manifest manifest = read_manifest_with_optimizer(folder);
   require_kind(manifest, optimizer.kind());
   const bool of_more = !options.expected.empty();
-  const nlohmann::json saved = counts_of(of_more ? own_counts(manifest.optimizer, optimizer) : manifest.optimizer, optimizer, options.partial);
+  const nlohmann::json saved = counts_of(of_more ? own_counts(manifest.optimizer, optimizer) : manifest.optimizer, optimizer, options);
   if (!of_more) require_counts(saved, model, optimizer);
   read(saved, [&](const nlohmann::json& json) { check_kinds(json, optimizer, options.partial); });
   Resumed resumed{manifest.step, manifest.progress, load(folder, manifest, training_tensors(model, optimizer, manifest), without_hooks(options))};

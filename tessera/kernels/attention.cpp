@@ -1,5 +1,6 @@
 #include "tessera/kernels/attention.h"
 
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -15,6 +16,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "tessera/core/autograd_function.h"
 #include "tessera/core/error.h"
@@ -69,12 +71,37 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> widened_backward(const at::Tensor
 }
 
 // On CUDA: FlashAttention-2 for 16-bit numbers, which takes grouped heads as they are; the memory-efficient kernel for fp32, which does not, and whose
-// log-sum-exps stand in rows of whole multiples of 32.
-constexpr int64_t kEfficientRow = 32;
+// log-sum-exps stand in rows of whole multiples of 32. Both want features in whole vectors of 16 bytes, for which libtorch's public operator alone pads them.
+constexpr int64_t kEfficientRow = 32, kVectorBytes = 16, kMostFlashFeatures = 256;
+
+int64_t in_whole_vectors(const at::Tensor& q) {
+  const int64_t vector = kVectorBytes / q.element_size();
+  return (q.size(3) + vector - 1) / vector * vector;
+}
+
+at::Tensor padded(const at::Tensor& x, int64_t features) { return at::constant_pad_nd(x, {0, features - x.size(3)}); }
+
+/// Without what was padded, laid out as [B, S, H, D].
+at::Tensor cut(const at::Tensor& x, int64_t features) { return x.narrow(3, 0, features).transpose(1, 2).contiguous().transpose(1, 2); }
+
+double scale_of(const at::Tensor& q, std::optional<double> scale) { return scale.value_or(1 / std::sqrt(static_cast<double>(q.size(3)))); }
+
+void check_tile(const at::Tensor& q) {
+  require(q.scalar_type() == at::kFloat || q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16, "attention: tiles in ", q.scalar_type(),
+          ": CUDA has kernels for fp32, fp16 and bf16 alone; use one of these, or run.device = cpu");
+  require(q.scalar_type() == at::kFloat || q.size(3) <= kMostFlashFeatures, "attention: heads of ", q.size(3), " features in ", q.scalar_type(),
+          ": on CUDA FlashAttention, which computes tiles (documents, a window, mesh.cp, a prompt behind a cache), takes at most ", kMostFlashFeatures,
+          "; use more heads, or precision.compute = fp32");
+}
 
 at::Tensor for_each_query_head(const at::Tensor& x, const at::Tensor& q) { return x.size(1) == q.size(1) ? x : x.repeat_interleave(q.size(1) / x.size(1), 1); }
 
 AttentionOutput cuda_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale) {
+  check_tile(q);
+  if (const int64_t features = in_whole_vectors(q); features != q.size(3)) {
+    const auto [output, log_sum_exp] = cuda_forward(padded(q, features), padded(k, features), padded(v, features), causal, scale_of(q, scale));
+    return {cut(output, q.size(3)), log_sum_exp};
+  }
   if (q.scalar_type() == at::kFloat) {
     const auto result = at::_scaled_dot_product_efficient_attention(q, for_each_query_head(k, q), for_each_query_head(v, q), /*attn_bias=*/{},
                                                                     /*compute_log_sumexp=*/true, /*dropout_p=*/0, causal, scale);
@@ -86,6 +113,12 @@ AttentionOutput cuda_forward(const at::Tensor& q, const at::Tensor& k, const at:
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cuda_backward(const at::Tensor& grad_output, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                              const AttentionOutput& forward, bool causal, std::optional<double> scale) {
+  if (is_empty(q, k)) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v)};  // for which flash's kernels cannot be launched
+  if (const int64_t features = in_whole_vectors(q); features != q.size(3)) {
+    const auto [dq, dk, dv] = cuda_backward(padded(grad_output, features), padded(q, features), padded(k, features), padded(v, features),
+                                            {padded(forward.output, features), forward.log_sum_exp}, causal, scale_of(q, scale));
+    return {cut(dq, q.size(3)), cut(dk, q.size(3)), cut(dv, q.size(3))};
+  }
   const at::Tensor none = at::empty({0}, q.options().dtype(at::kLong));  // no dropout has drawn anything
   if (q.scalar_type() == at::kFloat) {
     const int64_t padding = (kEfficientRow - q.size(2) % kEfficientRow) % kEfficientRow;

@@ -21,7 +21,9 @@ struct AttentionOutput {
 /// Throws ConfigError where heads cannot be grouped or a shape does not fit.
 at::Tensor flash_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale = std::nullopt);
 
-/// The same with the log-sum-exp, for callers that merge partial results (ring attention); not differentiable. On CUDA causal needs as many queries as keys.
+/// The same with the log-sum-exp, for callers that merge partial results (ring attention); not differentiable. On CUDA causal needs as many queries as keys;
+/// features that are no whole vectors of 16 bytes are padded, here and in backward, in copies of all tensors. Throws ConfigError there for
+/// more than 256 features in 16 bits, and for other types than fp32, fp16 and bf16.
 AttentionOutput flash_attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, std::optional<double> scale = std::nullopt);
 
 /// Gradients of q, k and v from what flash_attention_forward returned (or from merged results: output and log_sum_exp of the whole softmax give the whole's

@@ -4,15 +4,27 @@
 
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
+#include "tessera/nn/kept_memory.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/parameter.h"
 #include "tessera/nn/shared_memory.h"
 
 namespace tessera::nn {
 
+namespace {
+/// A net that was widened by doubling its units.
+bool is_one_part_repeated(const at::Tensor& whole, int64_t dim, int64_t size) {
+  const int64_t all = whole.size(dim);
+  if (whole.is_meta() || !whole.is_floating_point() || size == 0 || size == all || all % size != 0) return false;
+  return whole.narrow(dim, 0, all - size).equal(whole.narrow(dim, size, all - size));
+}
+}  // namespace
+
 void cut_parameter(const at::Tensor& parameter, int64_t dim, int64_t begin, int64_t size) {
   const Slice& held = slice_of(parameter);
+  const bool is_repeated = is_one_part_repeated(parameter.detach(), dim, size);
   cut_parameter(parameter, Slice::along(held.name, held.shape, dim, begin, size));
+  if (is_repeated) note_alike_at_cut(parameter);
 }
 
 void cut_parameter(const at::Tensor& parameter, Slice part) {

@@ -20,6 +20,11 @@ void forget_given(const at::Tensor& parameter);
 /// How often either has happened: what is known of the values is of those before where it is another number.
 int64_t times_given(const at::Tensor& parameter);
 
+/// Says of a part that the whole which it was cut out of was this part over and over, so that every rank has it without being sent it.
+void note_alike_at_cut(const at::Tensor& part);
+/// Whether that was said, and the part is still that one, of whatever type: by some of its values.
+bool is_as_alike_at_cut(const at::Tensor& part);
+
 /// Tells those who watch operators that the parameter is about to be written, or its own memory read, past libtorch (a kernel that goes by pointers is an
 /// operator to nobody): fully_shard lets go of what it has gathered, and ends a forward that nobody goes back through. A copy onto itself, which moves nothing
 /// and counts as a version.

@@ -4,6 +4,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <ATen/core/grad_mode.h>
 #include <c10/core/TensorImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -15,6 +16,7 @@
 #include "tessera/nn/kept_memory.h"
 #include "tessera/nn/late_updates.h"
 #include "tessera/nn/names.h"
+#include "tessera/nn/operator_watch.h"
 #include "tessera/nn/sharing.h"
 
 namespace tessera::nn {
@@ -37,6 +39,7 @@ struct ParameterData : c10::BackendMeta {
   std::vector<Dealt> dealt;
   std::shared_ptr<const DividedModel> divided;
   std::optional<Along> along;
+  at::Tensor alike_at_cut;  ///< some values of a part that the whole was, over and over
   std::vector<std::weak_ptr<const void>> users;
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> updated_for, drawn_as;
 };
@@ -209,6 +212,27 @@ int64_t times_given(const at::Tensor& parameter) {
 
 void forget_given(const at::Tensor& parameter) {
   if (was_given(parameter)) change(parameter, [](ParameterData& data) { data.given = false; });
+}
+
+namespace {
+at::Tensor some_values(const at::Tensor& part) {
+  constexpr int64_t kSamples = 64;
+  const at::Tensor values = part.detach().reshape({-1});
+  return values.slice(0, 0, std::nullopt, std::max<int64_t>(1, values.numel() / kSamples)).clone();
+}
+}  // namespace
+
+void note_alike_at_cut(const at::Tensor& part) {
+  const at::NoGradGuard no_grad;
+  change(part, [values = some_values(part)](ParameterData& data) { data.alike_at_cut = values; });
+}
+
+bool is_as_alike_at_cut(const at::Tensor& part) {
+  const auto data = data_of(part);
+  if (!data || !data->alike_at_cut.defined()) return false;
+  const at::NoGradGuard no_grad;
+  const at::Tensor values = some_values(in_use(part));
+  return values.equal(data->alike_at_cut.to(values.options()));
 }
 
 void announce_write(const at::Tensor& parameter) {

@@ -38,8 +38,8 @@ Unknowns unknowns_of(const Config& config, int world) {
 
 double without_length(double whole, double parts, double ratio) { return parts - (whole - parts) / (ratio - 1); }
 
-DocumentLine document_line(const Config& config) {
-  if (documents_that_fill(config) == 1) return {};
+DocumentLine document_line(const Config& config, int world) {
+  if (documents_that_fill(config, world) == 1) return {};
   const int64_t columns = config.data.seq_len, window = config.model.sliding_window, few = (columns + window - 1) / window;
   DocumentLine line{.few = few, .many = std::min(columns, kShortDocuments * few), .apart = true};
   line.ratio = static_cast<double>(columns / line.few) / static_cast<double>(columns / line.many);
@@ -68,7 +68,7 @@ std::optional<Bounds> find_bounds(const Config& config, const DryRun& run, const
   if (unknown.documents) {
     // Beside documents a rank may have padding alone, of which experts on other ranks get nothing, whatever the router.
     const auto routed = config.model.experts > 0 ? experts::DryLoad::Fewest : experts::DryLoad::Even;
-    const DocumentLine line = document_line(config);
+    const DocumentLine line = document_line(config, run.world);
     each.documents_apart = line.apart;
     const Memory whole = line.few > 1 ? memory_of(with(line.few, routed)) : lowest;
     DryRun parts = with(line.many, routed);

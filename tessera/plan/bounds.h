@@ -41,7 +41,7 @@ struct DocumentLine {
   bool apart = false;                       ///< DryRunOptions::documents_apart
   double ratio = kShortDocuments;
 };
-DocumentLine document_line(const Config& config);
+DocumentLine document_line(const Config& config, int world);
 
 /// None where nothing is unknown. Costs up to three dry runs, and two more under a sliding window, beside `run`, which is that of `config`.
 std::optional<Bounds> find_bounds(const Config& config, const DryRun& run, const DryRunOptions& options);

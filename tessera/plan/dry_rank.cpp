@@ -90,7 +90,7 @@ Placement worst_placed(const Mesh& grid, const Axes& axes, const std::vector<int
 /// "dp_shard+tp", of this grid or of the experts', or with the name of a further group of the same ranks behind a dot; the world for what names no axes.
 /// `ranks`: which all do what this one does.
 Placement placed(const std::string& group, const Config& config, const Mesh& mesh, int per_host, const std::vector<int>& ranks) {
-  const std::vector<std::string> axes = axes_in(group.substr(0, group.find('.')));
+  const std::vector<std::string> axes = axes_in(group);
   const auto has_all = [&](const Mesh& grid) { return std::ranges::all_of(axes, [&](const auto& axis) { return grid.has(axis); }); };
   if (has_all(mesh)) return worst_placed(mesh, axes, ranks, per_host);
   if (deals_experts(config, mesh.shape())) {

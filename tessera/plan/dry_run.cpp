@@ -88,12 +88,12 @@ void take_larger(DryRun& run, const DryRun& other) {
 
 }  // namespace
 
-int64_t documents_that_fill(const Config& config) {
+int64_t documents_that_fill(const Config& config, int world) {
   const int64_t columns = config.data.seq_len, window = config.model.sliding_window;
   if (config.data.documents == "none" || window == 0 || window >= columns) return 1;
   const int64_t fewest = (columns + window - 1) / window;
   // Roughly: what a kernel takes for the gradients of a row, and for its blocks of 32 queries by 512 keys.
-  const int64_t row_bytes = 16 * config.model.dim / config.mesh.tp;
+  const int64_t row_bytes = 16 * config.model.dim / size_along(mesh_shape(config.mesh, config.zero.stage, world), mesh_roles(config).layers);
   int64_t best = fewest, most = 0;
   for (int64_t count = fewest; count <= columns; ++count) {
     // Behind a rest those of the next window of a micro-batch begin at another distance, and are rows of another call.
@@ -167,8 +167,10 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
     if (!fresh && kept(i) > kept(known->second)) known->second = i;
   }
   std::vector<std::pair<size_t, size_t>> told;  // classes, and those that stand for them
+  run.class_of.resize(static_cast<size_t>(world));
   for (auto& members : classes) {
     ++progress.kind;
+    for (const int rank : members) run.class_of[static_cast<size_t>(rank)] = static_cast<int>(run.ranks.size());
     const auto kind = kinds(members.front());
     if (const auto stands = kind ? standing.find(*kind) : standing.end(); stands != standing.end() && stands->second != run.ranks.size()) {
       told.emplace_back(run.ranks.size(), stands->second);
@@ -209,7 +211,7 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   } catch (const ConfigError& e) {
     run.remarks.emplace_back(e.what());
   }
-  if (const int64_t filling = options.documents == 1 && !options.documents_apart ? documents_that_fill(config) : 1; filling > 1) {
+  if (const int64_t filling = options.documents == 1 && !options.documents_apart ? documents_that_fill(config, world) : 1; filling > 1) {
     DryRunOptions equal = options;
     equal.documents = filling;
     take_larger(run, dry_run(asked, world, equal));

@@ -75,6 +75,7 @@ struct DryRun {
   int64_t parameters = 0;         ///< of the whole model, tied ones once
   int64_t active_parameters = 0;  ///< of those, what one token meets: not the experts that it does not visit
   std::vector<RankClass> ranks;
+  std::vector<int> class_of;                 ///< of `ranks`, by rank of the world
   std::vector<std::string> remarks;          ///< what `train` would refuse, and why
   int64_t memory_limit = 0;                  ///< run.memory_limit_bytes; 0: none
   std::optional<DeviceAllocator> allocator;  ///< DryRunOptions::allocator
@@ -124,7 +125,7 @@ DryRun dry_run(const Config& config, int world, const DryRunOptions& options = {
 
 /// How many documents of one length, no longer than the window that slides over them, make up a packed window for attention to have most to do at once: tiles
 /// of one size it takes together. 1: nothing slides, or no documents are packed.
-int64_t documents_that_fill(const Config& config);
+int64_t documents_that_fill(const Config& config, int world);
 
 /// What the rank needs of its device at the most: what its allocator reserves where that was asked for, else the tensors alive.
 int64_t needed_bytes(const RankClass& ranks);

@@ -75,13 +75,11 @@ std::vector<std::pair<int, int>> dealings(LayoutChoice c, const ModelConfig& mod
 bool is_possible(const LayoutChoice& c, const Config& config, int world) {
   const ModelConfig& model = config.model;
   if (world % (c.tp * c.pp * c.cp) != 0 || c.tp > std::max<int64_t>(1, model.heads) || c.pp * c.chunks > model.layers) return false;
-  if (c.tp > 1 && model.ffn_dim && *model.ffn_dim % c.tp != 0) return false;
-  const int64_t columns = config.data.seq_len;
-  if (c.cp > 1 && columns % (int64_t{2} * c.cp * c.tp) != 0) return false;
+  if (c.cp > config.data.seq_len) return false;
   if (c.batch % c.micro_size != 0 || c.batch / c.micro_size < c.data_ranks(world)) return false;
   if (c.ep > 1 && model.experts % c.ep != 0) return false;
   if (ranks_of_experts(c) % (c.ep * c.expert_tp) != 0) return false;
-  if (c.schedule == "interleaved" && c.micro_batches(world) % c.pp != 0) return false;
+  if (c.schedule == "interleaved" && c.micro_batches(world) % std::max<int64_t>(1, c.micro_batches(world) / c.pp) != 0) return false;
   return c.shard <= c.data_ranks(world) && c.data_ranks(world) % c.shard == 0;
 }
 

@@ -4,6 +4,8 @@
 #include <limits>
 
 #include "tessera/core/error.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
 
 // What a rank needs grows with the length, so doubling finds a length that does not fit, and halving the gap the last that does.
 
@@ -22,8 +24,9 @@ LongestSequence longest_sequence(const Config& config, int world, const std::opt
   };
   const bool grows = config.model.from_hf.empty();
   const int64_t most = grows ? std::numeric_limits<int64_t>::max() / 4 : config.model.max_seq_len.value_or(config.data.seq_len);
+  const MeshShape axes = mesh_shape(config.mesh, config.zero.stage, world);
   // A column for every rank, in head and tail.
-  LongestSequence fits = with(std::min<int64_t>(most, int64_t{2} * std::max(1, config.mesh.cp) * std::max(1, config.mesh.tp)));
+  LongestSequence fits = with(std::min(most, int64_t{2} * size_along(axes, mesh_roles(config).columns) * size_along(axes, mesh_roles(config).layers)));
   require(fits.needed <= limit, "run.memory_limit_bytes = ", limit, ": ", fits.seq_len, " tokens alone need ", fits.needed,
           " on a rank; raise it, or see tessera plan without --longest for settings that need less");
   int64_t too_long = most + 1;

@@ -16,15 +16,17 @@ namespace {
 
 int64_t needs(const RankClass& ranks) { return total_of(ranks.peak_bytes) + total_of(ranks.host_bytes); }
 
-/// Of the ranks on one host: all of them, or so many like the one that needs most.
+/// Of the host that needs most, where each has so many ranks one after another.
 template <class Needs>
 int64_t of_host(const DryRun& run, int local_ranks, Needs needs) {
-  int64_t all = 0, most = 0;
-  for (const RankClass& ranks : run.ranks) {
-    all += ranks.count * needs(ranks);
-    most = std::max(most, needs(ranks));
+  int64_t most = 0;
+  for (int first = 0; first < run.world; first += local_ranks) {
+    int64_t all = 0;
+    for (int rank = first; rank < std::min(run.world, first + local_ranks); ++rank)
+      all += needs(run.ranks[static_cast<size_t>(run.class_of[static_cast<size_t>(rank)])]);
+    most = std::max(most, all);
   }
-  return local_ranks == run.world ? all : most * local_ranks;
+  return most;
 }
 
 std::string way_out(const Config& config, int world) {
@@ -52,9 +54,10 @@ std::string preflight(const Config& asked, int world, int local_ranks, int64_t h
   const int64_t on_host = of_host(run, local_ranks, needs);
   if (host_memory > 0 && on_host > host_memory) {
     throw ConfigError(
-        fmt::format("model: --preflight: the {} rank{} on this host need {} at their peaks, and it has {}; use more hosts or a smaller model, or set "
+        fmt::format("model: --preflight: the {} rank{} on {} need {} at their peaks, and {} has {}; use more hosts or a smaller model, or set "
                     "run.memory_limit_bytes = {} to be told which settings would fit",
-                    local_ranks, local_ranks == 1 ? "" : "s", format_bytes(on_host), format_bytes(host_memory), host_memory / local_ranks));
+                    local_ranks, local_ranks == 1 ? "" : "s", local_ranks == world ? "this host" : "a host", format_bytes(on_host),
+                    local_ranks == world ? "it" : "this one", format_bytes(host_memory), host_memory / local_ranks));
   }
   int64_t calls = 0;
   for (const auto& sum : largest.collectives) calls += sum.count;

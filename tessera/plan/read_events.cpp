@@ -14,7 +14,7 @@ bool is_message(const CollectiveEvent& call) { return call.op == "send" || call.
 
 std::vector<std::string> axes_in(const std::string& group) {
   std::vector<std::string> axes;
-  std::istringstream names(group);
+  std::istringstream names(group.substr(0, group.find('.')));
   for (std::string name; std::getline(names, name, '+');) axes.push_back(name);
   return axes;
 }

@@ -13,7 +13,7 @@ namespace tessera::plan {
 /// Whether it goes from one rank to one other.
 bool is_message(const CollectiveEvent& call);
 
-/// "dp_shard+tp" -> its axes.
+/// "dp_shard+tp" -> its axes; "pp.tied", a further group of the same ranks, has those of "pp".
 std::vector<std::string> axes_in(const std::string& group);
 
 /// One kind of collective of a step, with all that are alike added up.

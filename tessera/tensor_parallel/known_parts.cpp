@@ -59,8 +59,11 @@ bool is_repeated(const at::Tensor& part) {
   return values.numel() > 0 && values.eq(values.narrow(dim, 0, 1)).all().item<bool>();
 }
 
-/// nn::bits_of a part of which nobody has seen it written; 0 also of what may be all ranks' of a purpose.
-int64_t bits_if_apart(const at::Tensor& part) { return is_repeated(part) ? 0 : nn::bits_of(part); }
+/// nn::bits_of a part of which nobody has seen it written; 0 also of what may be all ranks' of a purpose, or was all ranks' when it was cut.
+int64_t bits_if_apart(const at::Tensor& part) {
+  const nn::NotRepeated looking;
+  return is_repeated(part) || nn::is_as_alike_at_cut(part) ? 0 : nn::bits_of(part);
+}
 
 /// What this rank tells of its parts; of those that were given behind the last comparison their layers have told, with the values from before an update.
 /// Nothing where a sharded one was given since, which is shown while its layer is called.

@@ -1,8 +1,8 @@
 #include "tessera/tensor_parallel/open_features.h"
 
 #include <algorithm>
-#include <array>
-#include <functional>
+#include <compare>
+#include <set>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -40,15 +40,51 @@ bool is_softmax_of_rows(const at::Tensor& x) {
   return node != nullptr && (node->dim == -1 || node->dim == x.dim() - 1);
 }
 
+/// Of two factors, one of which may have no gradient.
+bool is_product(const torch::autograd::Node& node) {
+  static const std::unordered_set<std::string> products{"MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0"};
+  return products.contains(node.name());
+}
+
+/// Whether its output has some elements of its input, whichever: of a function of the program's own nobody knows.
+bool takes_some(const torch::autograd::Node& node) {
+  static const std::unordered_set<std::string> takes{"SliceBackward0",  "SelectBackward0",      "SplitBackward0",  "SplitWithSizesBackward0",
+                                                     "UnbindBackward0", "IndexBackward0",       "GatherBackward0", "IndexSelectBackward0",
+                                                     "TakeBackward0",   "MaskedSelectBackward0"};
+  return takes.contains(node.name()) || (node.num_outputs() == 1 && node.name().find("CppNode<") != std::string::npos);
+}
+
+/// Where in the last dimension of what it was given a node's output number `place` begins, which is a run of it; nothing of what is none.
+std::optional<int64_t> begin_of_run(const torch::autograd::Node& node, uint32_t place) {
+  namespace generated = torch::autograd::generated;
+  const auto is_last = [](const auto& cut) { return cut.dim == -1 || cut.dim + 1 == static_cast<int64_t>(cut.self_sym_sizes.size()); };
+  const auto number = [](const c10::SymInt& one) { return one.maybe_as_int().value_or(-1); };
+  if (const auto* const slice = dynamic_cast<const generated::SliceBackward0*>(&node)) {
+    if (!is_last(*slice) || number(slice->step) != 1) return std::nullopt;
+    const int64_t begin = slice->start ? number(*slice->start) : 0;
+    return begin < 0 ? begin + number(slice->self_sym_sizes.back()) : begin;
+  }
+  if (const auto* const split = dynamic_cast<const generated::SplitBackward0*>(&node)) {
+    return is_last(*split) ? std::optional(place * number(split->split_size)) : std::nullopt;
+  }
+  const auto* const uneven = dynamic_cast<const generated::SplitWithSizesBackward0*>(&node);
+  if (uneven == nullptr || !is_last(*uneven)) return std::nullopt;
+  int64_t begin = 0;
+  for (uint32_t before = 0; before < place; ++before) begin += number(uneven->split_sizes[before]);
+  return begin;
+}
+
+std::string beside(const std::string& path) { return path.substr(0, path.rfind('.') + 1); }
+
 }  // namespace
+
+bool OpenFeatures::Opened::is_exceeded_by(const at::Tensor& x) const {
+  return x.dim() > static_cast<int64_t>(sizes.size()) || num_rows(x.sizes()) > num_rows(sizes);
+}
 
 /// Of heads there are more dimensions, and of weights of attention more dimensions or rows than the layer gave. Where a rank has one head, its weights may be
 /// as many as its features.
-bool OpenFeatures::Opened::may_show_in(const at::Tensor& x) const {
-  if (x.size(-1) != share.size || x.dim() > static_cast<int64_t>(sizes.size()) || is_softmax_of_rows(x)) return false;
-  if (x.dim() < static_cast<int64_t>(sizes.size())) return num_rows(x.sizes()) <= num_rows(sizes);
-  return std::equal(x.sizes().begin(), x.sizes().end() - 1, sizes.begin(), std::less_equal<>());
-}
+bool OpenFeatures::Opened::may_show_in(const at::Tensor& x) const { return x.size(-1) == share.size && !is_exceeded_by(x) && !is_softmax_of_rows(x); }
 
 /// Whether a node gives all features of the layer's rows, or of fewer, of one tensor that has them not: so does a collective that the program has written
 /// itself, or what arranges its result. (Of several tensors one rank alone makes that: two layers' features one beside the other; and of as many elements a
@@ -61,7 +97,10 @@ bool OpenFeatures::Opened::is_brought_together_by(const Node& node) const {
   std::unordered_set<const Node*> from;
   bool grows = num_rows(given) == num_rows(sizes);
   for (const torch::autograd::Edge& edge : node.next_edges()) {
-    if (!edge.is_valid()) continue;
+    if (!edge.is_valid()) {
+      if (is_product(node)) return false;
+      continue;
+    }
     const at::IntArrayRef some = sizes_of(*edge.function, edge.input_nr);
     if (is_whole(some)) return false;
     grows |= c10::multiply_integers(some) < c10::multiply_integers(given);
@@ -70,14 +109,23 @@ bool OpenFeatures::Opened::is_brought_together_by(const Node& node) const {
   return grows && from.size() == 1;
 }
 
+/// Whether a node gives as small a part of all features, be they in heads, as this rank has of them.
+bool OpenFeatures::Opened::is_share_of_all(const Node& node, uint32_t place) const {
+  const at::IntArrayRef given = sizes_of(node, place);
+  const int64_t elements = c10::multiply_integers(given);
+  if (all == share.size || given.empty() || elements == 0 || given.back() == all) return false;
+  return std::ranges::any_of(node.next_edges(), [&](const torch::autograd::Edge& edge) {
+    if (!edge.is_valid()) return false;
+    const at::IntArrayRef from = sizes_of(*edge.function, edge.input_nr);
+    const int64_t of = c10::multiply_integers(from);
+    return elements * all == of * share.size && (from.back() == all || of == num_rows(sizes) * all);
+  });
+}
+
 /// Whether a node takes this rank's features out of all.
-bool OpenFeatures::Opened::is_parted_by(const comm::Group& group, const Node& node) const {
-  static const std::unordered_set<std::string> cuts{"SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0", "SelectBackward0"};
-  if (all == share.size || !(cuts.contains(node.name()) || comm::differentiable::gives_its_own_on(group, node))) return false;
-  const auto has = [](at::IntArrayRef some, int64_t size) { return !some.empty() && some.back() == size; };
-  return has(sizes_of(node, 0), share.size) && std::ranges::any_of(node.next_edges(), [&](const torch::autograd::Edge& edge) {
-           return edge.is_valid() && has(sizes_of(*edge.function, edge.input_nr), all);
-         });
+bool OpenFeatures::Opened::is_parted_by(const comm::Group& group, const Node& node, uint32_t place) const {
+  if (!is_share_of_all(node, place)) return false;
+  return comm::differentiable::gives_its_own_on(group, node) || (sizes_of(node, place).back() == share.size && begin_of_run(node, place) == share.begin);
 }
 
 void OpenFeatures::open(const std::string& path, const at::Tensor& output, const std::vector<FeatureShare>& shares) {
@@ -91,43 +139,70 @@ void OpenFeatures::open(const std::string& path, const at::Tensor& output, const
 }
 
 void OpenFeatures::close(const at::Tensor& input) {
-  for (Opened& one : opened_) one.taken = one.taken || is_behind(one, input) || !one.node;
+  for (Opened& one : opened_) one.taken = one.taken || made_of(one, input) != Made::Otherwise || !one.node;
 }
 
 void OpenFeatures::bound(const at::Tensor& output) {
   if (has_graph(output)) bounds_.emplace_back(output.grad_fn());
 }
 
-/// Whether the graph of x has the output's node, and nothing lies between the two of which each rank has the whole, unless it took its own part of that again.
-bool OpenFeatures::is_behind(const Opened& one, const at::Tensor& x) const {
+/// The graph of x has the output's node, and nothing lies between the two of which each rank has the whole, unless it took its own part of that again. Where
+/// it took as much of that in another way, nobody can tell whether other ranks have taken others.
+OpenFeatures::Made OpenFeatures::made_of(const Opened& one, const at::Tensor& x) const {
   const c10::intrusive_ptr<Node> origin = one.node ? one.node->lock() : c10::intrusive_ptr<Node>();
-  if (!origin || !has_graph(x)) return false;
+  if (!origin || !has_graph(x)) return Made::Otherwise;
   std::unordered_set<const Node*> bounds;
   for (const auto& bound : bounds_) bounds.insert(bound.lock().get());
   const auto gives_the_whole = [&](const Node& node) { return comm::differentiable::gives_the_same_on(group_, node) || one.is_brought_together_by(node); };
-  std::array<std::unordered_set<const Node*>, 2> seen;  // by whether a part was taken
-  std::vector<std::pair<const Node*, bool>> next{{x.grad_fn().get(), false}};
+  enum Taken : size_t { Nothing, OwnPart, SomePart };
+  struct Step {
+    const Node* node;
+    uint32_t place;  ///< which of its outputs
+    Taken taken;     ///< behind it
+    auto operator<=>(const Step&) const = default;
+  };
+  std::set<Step> seen;
+  std::vector<Step> next{{x.grad_fn().get(), static_cast<uint32_t>(x.output_nr()), Nothing}};
+  bool own_again = false, unknown = false;
   while (!next.empty()) {
-    auto [node, parted] = next.back();
+    auto [node, place, taken] = next.back();
     next.pop_back();
-    if (node == origin.get()) return true;
-    if (node == nullptr || node->sequence_nr() < origin->sequence_nr() || !seen[parted ? 1 : 0].insert(node).second) continue;
-    if (bounds.contains(node) || (!parted && gives_the_whole(*node))) continue;
-    parted |= one.is_parted_by(group_, *node);
-    for (const torch::autograd::Edge& edge : node->next_edges()) next.emplace_back(edge.function.get(), parted);
+    if (node == origin.get() && taken != OwnPart) return Made::OfFeatures;
+    own_again |= node == origin.get();
+    if (node == nullptr || node->sequence_nr() < origin->sequence_nr() || !seen.insert({node, place, taken}).second || bounds.contains(node)) continue;
+    if (taken != OwnPart && gives_the_whole(*node)) {
+      unknown |= taken == SomePart;
+      continue;
+    }
+    if (one.is_parted_by(group_, *node, place)) {
+      taken = OwnPart;
+    } else if (taken == Nothing && takes_some(*node) && one.is_share_of_all(*node, place)) {
+      taken = SomePart;
+    }
+    for (const torch::autograd::Edge& edge : node->next_edges()) next.push_back({edge.function.get(), edge.input_nr, taken});
   }
-  return false;
+  return unknown ? Made::OfFeaturesOrAll : own_again ? Made::OfFeatures : Made::Otherwise;
 }
 
-namespace {
-std::string beside(const std::string& path) { return path.substr(0, path.rfind('.') + 1); }
-}  // namespace
+/// Where no row-wise layer takes the features, the program has brought them together, or is about to. What shows none may be the stream, of which more layers
+/// are about to be given some, but for what is larger: heads, weights of attention.
+OpenFeatures::Made OpenFeatures::made_without_graph(const Opened& one, const std::string& path, const at::Tensor& x) const {
+  const std::string here = beside(one.path), above = here.empty() ? here : beside(here.substr(0, here.size() - 1));
+  if (one.taken || !path.starts_with(here)) return Made::Otherwise;
+  if (!one.may_show_in(x)) return !one.node && one.is_exceeded_by(x) ? Made::OfFeatures : Made::Otherwise;
+  const bool is_taken_later = std::ranges::any_of(
+      takers_, [&](const auto& taker) { return taker.first.starts_with(here) || (taker.second == one.all && taker.first.starts_with(above)); });
+  return is_taken_later ? Made::OfFeatures : Made::OfFeaturesOrAll;
+}
 
 std::optional<OpenFeatures::Block> OpenFeatures::find(const std::string& path, const at::Tensor& x) const {
   std::optional<Block> found;
+  std::string unknown_of;
   for (const Opened& one : opened_) {
-    const bool shows = one.may_show_in(x), graph = one.node && x.requires_grad();
-    if (graph ? !is_behind(one, x) : one.taken || !shows || !path.starts_with(beside(one.path))) continue;
+    const Made made = one.node && x.requires_grad() ? made_of(one, x) : made_without_graph(one, path, x);
+    if (made == Made::OfFeaturesOrAll) unknown_of = one.path;
+    if (made != Made::OfFeatures) continue;
+    const bool shows = one.may_show_in(x);
     // Of queries and keys, which attention makes its output of, it has the queries' features: there are as many or more of them.
     if (shows && (!found || found->by_rank || one.all > found->all)) found = Block{.first = one.share.begin, .all = one.all};
     // Ranks that share keys drop other things of them, each of its own queries.
@@ -135,6 +210,7 @@ std::optional<OpenFeatures::Block> OpenFeatures::find(const std::string& path, c
       found = Block{.first = one.share.first_holder, .all = group_.size(), .by_rank = true};
     }
   }
+  if (!found && !unknown_of.empty()) found = Block{.unknown_of = unknown_of};
   return found;
 }
 
@@ -154,6 +230,13 @@ class DropFeatures final : public nn::Interceptor {
     const auto& block = *std::static_pointer_cast<const std::optional<OpenFeatures::Block>>(noted);
     if (!block) return next(std::move(inputs));
     nn::SampleContext here = nn::SampleScope::current();
+    require(
+        block->unknown_of.empty() || here.step == 0, "parallelize_module: Dropout '", module.path(), "' is given a tensor of shape ", x.sizes(), " behind '",
+        block->unknown_of,
+        "', and nobody can tell whether it is this rank's part of some features, or the same on every rank, so its mask might not be that of one device; of "
+        "what was brought together take a part by comm::differentiable::split, or by narrow or chunk of the last dimension; of what records no graph let a "
+        "RowParallel layer beside take the features; of what all ranks hold alike take torch::nn::Dropout");
+    if (!block->unknown_of.empty()) return next(std::move(inputs));  // of no stated step: all ranks' mask
     require(
         !block->by_rank || here.step == 0, "parallelize_module: Dropout '", module.path(), "' is given a tensor of shape ", x.sizes(),
         ", which is made of this rank's part of some features (of heads, say) and does not have them as its last dimension, so its mask would not be that of ",

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,12 +23,14 @@ struct Context;
 /// the two are. One rank, one thread; holds no tensor and no graph.
 class OpenFeatures {
  public:
-  explicit OpenFeatures(comm::Group group) : group_(std::move(group)) {}
+  /// `takers`: row-wise layers that take features as they come, by their paths, and how many there are in all.
+  OpenFeatures(comm::Group group, std::map<std::string, int64_t> takers) : group_(std::move(group)), takers_(std::move(takers)) {}
 
   /// Of which of all features a tensor is.
   struct Block {
     int64_t first = 0, all = 0;
-    bool by_rank = false;  ///< of some that its last dimension does not show; then `first` is who holds them, of `all` ranks
+    bool by_rank = false;    ///< of some that its last dimension does not show; then `first` is who holds them, of `all` ranks
+    std::string unknown_of;  ///< the layer whose features it may be a part of, or all ranks' alike; empty where it is known
   };
 
   /// The column-wise layer `path` gave `output`, this rank's share.
@@ -37,7 +40,8 @@ class OpenFeatures {
   void bound(const at::Tensor& output);
 
   /// Of what module `path` is given; nothing where it is not made of features that are open. Where a graph is recorded it tells; without one the module has to
-  /// lie beside the layer. Where its last dimension has them, that is as long, and there are no more dimensions or rows than the layer gave.
+  /// lie beside the layer, and a row-wise layer that takes its features near it. Where its last dimension has them, that is as long, and there are no more
+  /// dimensions or rows than the layer gave.
   std::optional<Block> find(const std::string& path, const at::Tensor& x) const;
 
  private:
@@ -52,13 +56,18 @@ class OpenFeatures {
     bool taken = false;
 
     bool may_show_in(const at::Tensor& x) const;
+    bool is_exceeded_by(const at::Tensor& x) const;
     bool is_brought_together_by(const Node& node) const;
-    bool is_parted_by(const comm::Group& group, const Node& node) const;
+    bool is_share_of_all(const Node& node, uint32_t place) const;
+    bool is_parted_by(const comm::Group& group, const Node& node, uint32_t place) const;
   };
+  enum class Made : char { Otherwise, OfFeatures, OfFeaturesOrAll };
 
-  bool is_behind(const Opened& one, const at::Tensor& x) const;
+  Made made_of(const Opened& one, const at::Tensor& x) const;
+  Made made_without_graph(const Opened& one, const std::string& path, const at::Tensor& x) const;
 
   comm::Group group_;
+  std::map<std::string, int64_t> takers_;
   std::vector<Opened> opened_;
   std::vector<WeakNode> bounds_;  ///< of what row-wise layers gave: what lies behind is not of features any more
 };

@@ -167,7 +167,7 @@ class Builder {
     module.apply([&](torch::nn::Module& one) {
       auto* const drop = dynamic_cast<nn::DropoutImpl*>(&one);
       if (drop == nullptr || owners_.contains(drop) || !seen.insert(drop).second) return;
-      if (!context_->open_features) context_->open_features = std::make_shared<tensor_parallel::OpenFeatures>(context_->group);
+      if (!context_->open_features) context_->open_features = std::make_shared<tensor_parallel::OpenFeatures>(context_->group, takers_);
       attached_.add(nn::attach(*drop, tensor_parallel::drop_features(context_)));
     });
   }
@@ -310,6 +310,7 @@ class Builder {
     remember_cut(linear.weight);
     cut_beside(linear, 1, shares);
     if (style.output == TensorLayout::Sequence) remember(linear.bias, everyone(/*is_term=*/true));
+    if (style.input == TensorLayout::Features) takers_[linear.path()] = linear.options.in_features();
     return tensor_parallel::row_parallel(context_, style, std::move(shares));
   }
 
@@ -392,8 +393,9 @@ class Builder {
 
   std::shared_ptr<tensor_parallel::Context> context_;
   TensorParallelOptions options_;
-  bool embeds_;                  ///< whether the plan turns ids into activations
-  bool gives_features_ = false;  ///< whether a layer of the plan gives a part of its features
+  bool embeds_;                            ///< whether the plan turns ids into activations
+  bool gives_features_ = false;            ///< whether a layer of the plan gives a part of its features
+  std::map<std::string, int64_t> takers_;  ///< layers that take such parts, and of how many features in all
   std::string path_, style_;
   std::vector<nn::Module*> styled_;
   std::set<const nn::Module*> meeting_;  ///< of those, layers whose forward adds up the ranks' results

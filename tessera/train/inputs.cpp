@@ -18,10 +18,13 @@
 #include "tessera/checkpoint/hugging_face.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/config/defaults.h"
+#include "tessera/config/schedule_kinds.h"
 #include "tessera/core/error.h"
 #include "tessera/core/file_type.h"
 #include "tessera/core/format.h"
 #include "tessera/data/loader.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/models/model.h"
 #include "tessera/nn/adapter_names.h"
 #include "tessera/nn/attach.h"
@@ -308,6 +311,23 @@ std::string some_of(const std::string& what, const std::vector<std::string>& nam
   return names.empty() ? "" : detail::concat("; ", names.size(), " ", what, " (", list, ")");
 }
 
+/// What an update sums on `ranks` ranks.
+struct UpdateSum {
+  bool within_step;  ///< by a schedule that updates in the midst of a step
+  int data_ranks;    ///< that are dealt other samples
+  int64_t samples;
+};
+UpdateSum update_sum(const Config& config, int ranks) {
+  const MeshShape axes = mesh_shape(config.mesh, config.zero.stage, ranks);
+  const int stages = size_along(axes, mesh_roles(config).stages), data_ranks = size_along(axes, mesh_roles(config).batch);
+  UpdateSum update{.within_step = updates_within_steps(config, stages), .data_ranks = data_ranks, .samples = config.batch.global_size};
+  if (!update.within_step) return update;
+  const int64_t together = config.batch.micro_size * data_ranks, micro_batches = config.batch.global_size / together;
+  const int64_t summed = config.pipeline.per_update > 0 ? config.pipeline.per_update : stages;
+  update.samples = config.pipeline.schedule == "pipedream" ? together : together * std::min(micro_batches, summed);
+  return update;
+}
+
 /// Steps that were not applied, for which the schedule waits.
 int64_t skipped_steps(const checkpoint::Manifest& manifest) {
   const auto scale = manifest.progress.find("loss_scale");
@@ -398,8 +418,8 @@ void check_hashes(Inputs& inputs, const Config& config, const comm::World& world
   }
 }
 
-PartialLoad partial_load(const ResumePoint& resume, const Config& config) {
-  const auto& stored = resume.manifest.tensors;
+PartialLoad partial_load(const checkpoint::Manifest& saved, const Config& config) {
+  const auto& stored = saved.tensors;
   const std::vector<std::string> quantized = quantized_weights(config);
   const std::set<std::string> in_fewer_bits(quantized.begin(), quantized.end());
   PartialLoad found;
@@ -417,9 +437,15 @@ PartialLoad partial_load(const ResumePoint& resume, const Config& config) {
   return found;
 }
 
+std::string partial_remark(const PartialLoad& found, const std::string& folder) {
+  if (found.fresh.empty() && found.unread.empty()) return {};
+  return detail::concat("checkpoint.partial: of ", folder, " ", found.loaded.size(), " parameters are loaded", some_of("begin anew", found.fresh),
+                        some_of("are left unread", found.unread));
+}
+
 std::string other_model(const ResumePoint& resume, const Config& config) {
   if (config.checkpoint.partial.empty()) return {};
-  const PartialLoad found = partial_load(resume, config);
+  const PartialLoad found = partial_load(resume.manifest, config);
   if (!found.fresh.empty() || !found.unread.empty()) return "as checkpoint.partial leaves some of it out";
   const auto changed = checkpoint::model_disagreements(resume.manifest.agreement, config);
   return changed.empty() ? "" : detail::concat("as by checkpoint.partial it goes on with another ", changed.front().key);
@@ -435,11 +461,7 @@ std::vector<std::string> changes_since(const ResumePoint& resume, const Config& 
   for (const auto& setting : changed) list += (list.empty() ? "" : ", ") + setting;
   if (!list.empty()) remarks.push_back(detail::concat("going on from ", folder, " with other settings than it was saved with: ", list));
   if (!config.checkpoint.partial.empty()) {
-    const PartialLoad found = partial_load(resume, config);
-    if (!found.fresh.empty() || !found.unread.empty()) {
-      remarks.push_back(detail::concat("checkpoint.partial: of ", folder, " ", found.loaded.size(), " parameters are loaded",
-                                       some_of("begin anew", found.fresh), some_of("are left unread", found.unread)));
-    }
+    if (auto remark = partial_remark(partial_load(resume.manifest, config), folder); !remark.empty()) remarks.push_back(std::move(remark));
   }
   const std::string &began_with = saved.model.from_hf, &named = config.model.from_hf;
   const bool reads_it = !config.quantize.modules.empty() || !config.checkpoint.partial.empty();  // then what it holds is used, or compared
@@ -467,21 +489,15 @@ std::vector<std::string> changes_since(const ResumePoint& resume, const Config& 
   return remarks;
 }
 
-std::string other_update(const ResumePoint& resume, const Config& config, int data_ranks) {
+std::string other_update(const ResumePoint& resume, const Config& config, int world_size) {
   const std::string folder = resume.folder.string();
   const Config saved = config_of(resume.manifest.progress, folder);
-  const auto within = [](const Config& of) { return updates_within_steps(of, of.mesh.pp == -1 ? 2 : of.mesh.pp); };
-  if (!within(saved) && !within(config)) return {};
-  const auto samples = [&](const Config& of, int ranks) {
-    if (!within(of)) return of.batch.global_size;
-    const int64_t together = of.batch.micro_size * ranks, micro_batches = of.batch.global_size / together;
-    const int64_t summed = of.pipeline.per_update > 0 ? of.pipeline.per_update : std::max(1, of.mesh.pp);
-    return of.pipeline.schedule == "pipedream" ? together : together * std::min(micro_batches, summed);
-  };
-  const int64_t before = samples(saved, data_ranks_of(resume.manifest.progress, folder)), now = samples(config, data_ranks);
-  if (before == now) return {};
-  const bool both = within(saved) && within(config);
-  return detail::concat("an update sums ", now, " samples on ", data_ranks, " data ranks, and summed ", before, " where ", folder,
+  const int saved_on = checkpoint::ranks_of(resume.manifest);
+  if (saved_on == 0 || !(is_asynchronous(saved.pipeline.schedule) || is_asynchronous(config.pipeline.schedule))) return {};
+  const UpdateSum before = update_sum(saved, saved_on), now = update_sum(config, world_size);
+  if (before.samples == now.samples) return {};
+  const bool both = before.within_step && now.within_step;
+  return detail::concat("an update sums ", now.samples, " samples on ", now.data_ranks, " data ranks, and summed ", before.samples, " where ", folder,
                         " was saved, so this is another run from here on; to go on as before keep ",
                         both ? "batch.micro_size times data ranks, with pipedream_2bw times pipeline.per_update" : "pipeline.schedule and mesh.pp");
 }

@@ -74,7 +74,9 @@ void check_hashes(Inputs& inputs, const Config& config, const comm::World& world
 struct PartialLoad {
   std::vector<std::string> loaded, fresh, unread;
 };
-PartialLoad partial_load(const ResumePoint& resume, const Config& config);
+PartialLoad partial_load(const checkpoint::Manifest& saved, const Config& config);
+/// The sentence about it, of the checkpoint `folder`; empty: all is loaded.
+std::string partial_remark(const PartialLoad& found, const std::string& folder);
 
 /// Why the numbers of a run that goes on are not those that were recorded when its checkpoint was saved, as checkpoint.partial allows; empty: they are.
 std::string other_model(const ResumePoint& resume, const Config& config);
@@ -83,9 +85,9 @@ std::string other_model(const ResumePoint& resume, const Config& config);
 /// make of the learning rate.
 std::vector<std::string> changes_since(const ResumePoint& resume, const Config& config);
 
-/// Of an asynchronous schedule, whose updates sum micro-batches of all data ranks: that of `data_ranks` an update has another number of samples than where the
-/// checkpoint was saved, which is another run from here on; empty: it has as many.
-std::string other_update(const ResumePoint& resume, const Config& config, int data_ranks);
+/// Of an asynchronous schedule, whose updates sum micro-batches of all data ranks: that on `world_size` ranks an update has another number of samples than
+/// where the checkpoint was saved, which is another run from here on; empty: it has as many.
+std::string other_update(const ResumePoint& resume, const Config& config, int world_size);
 
 /// Refuses a checkpoint.dir that holds checkpoints of another run, unless checkpoint.replace says that they may be set aside. Reads only. Throws ConfigError.
 void check_checkpoint_dir(const Config& config, const Inputs& inputs);

@@ -16,12 +16,14 @@
 #include "tessera/core/file_type.h"
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/roles.h"
+#include "tessera/nn/adapter_names.h"
 #include "tessera/nn/meta.h"
 #include "tessera/precision/compute_format.h"
 #include "tessera/precision/policy.h"
 #include "tessera/train/adapters.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/found_tokenizer.h"
+#include "tessera/train/inputs.h"
 #include "tessera/train/pipeline_layout.h"
 #include "tessera/train/places.h"
 #include "tessera/train/progress.h"
@@ -90,9 +92,18 @@ LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device 
   for (const at::Tensor& parameter : built.model->parameters()) parameter.set_requires_grad(false);
   quantize_frozen(config, *built.model, device, saved);
   if (!config.offload.params.is("device")) fetch_layers(settled, device, built);
-  materialize(*built.model, 0, device);
+  materialize(*built.model, static_cast<uint64_t>(config.run.seed), device);
   built.model->eval();
   return built;
+}
+
+/// With the files alone that are read: of those of a checkpoint's run, which are of no use where it holds all of the model, some may be gone.
+Config beginning(const FoundModel& found) {
+  const StartingFiles read = starting_files(found);
+  Config config = found.config;
+  if (!read.weights) config.model.from_hf.clear();
+  if (!read.adapters) config.lora.from_peft.clear();
+  return config;
 }
 
 }  // namespace
@@ -106,9 +117,7 @@ std::string FoundCheckpoint::removal() const {
                         named ? "name one that stays, or the folder that it lay in, for the newest" : "copy one elsewhere, and name that");
 }
 
-FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::string& flag, const std::vector<std::string>& sets) {
-  FoundCheckpoint found = chosen_checkpoint(given, flag);
-  found.sets = sets;
+Config trained_config(const FoundCheckpoint& found, const std::vector<std::string>& sets) {
   const std::string source = found.folder.string();
   Config saved = config_of(found.manifest.progress, source);
   saved.checkpoint = {};  // how that run resumed, and over which ranks it was cut, is not how its checkpoint is to be read
@@ -130,9 +139,16 @@ FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::s
   saved.run.threads = here.run.threads;
   saved.run.memory_limit_bytes = here.run.memory_limit_bytes;
   saved.run.deterministic = here.run.deterministic;
-  found.config = parse_config(to_toml(saved), std::filesystem::current_path(), sets, source);
-  found.config.run.seed = saved.run.seed;  // from which frozen weights in fewer bits are made again
-  resolve(found.config);
+  Config config = parse_config(to_toml(saved), std::filesystem::current_path(), sets, source);
+  config.run.seed = saved.run.seed;  // from which frozen weights in fewer bits are made again
+  resolve(config);
+  return config;
+}
+
+FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::string& flag, const std::vector<std::string>& sets) {
+  FoundCheckpoint found = chosen_checkpoint(given, flag);
+  found.sets = sets;
+  found.config = trained_config(found, sets);
   return found;
 }
 
@@ -226,13 +242,25 @@ LoadedModel load_newest(FoundModel& found, const ReadingGroups& groups, at::Devi
   }
 }
 
+StartingFiles starting_files(const FoundModel& found) {
+  const Config& config = found.config;
+  StartingFiles read{.weights = !found.checkpoint, .adapters = !found.checkpoint, .fewer_bits = !found.checkpoint};
+  if (found.checkpoint) {
+    const auto& manifest = found.checkpoint->manifest;
+    read.fewer_bits = std::ranges::any_of(quantized_weights(config), [&](const std::string& name) { return !manifest.tensors.contains("model." + name); });
+    if (!config.checkpoint.partial.empty()) {
+      for (const std::string& name : partial_load(manifest, config).fresh) (nn::is_adapter(name) ? read.adapters : read.weights) = true;
+    }
+  }
+  const bool folder = !config.model.from_hf.empty(), adapted = !config.lora.modules.empty() && !config.lora.from_peft.empty();
+  return {.weights = read.weights && folder, .adapters = read.adapters && adapted, .fewer_bits = read.fewer_bits && folder};
+}
+
 LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at::Device device) {
   const auto& stored = found.checkpoint;
   LoadedModel loaded = build(found.config, groups, device, stored ? SavedWeights{&stored->folder, &stored->manifest} : SavedWeights());
-  if (!found.checkpoint) {
-    load_starting_weights(found.config, *loaded.model);
-    return loaded;
-  }
+  load_starting_weights(beginning(found), *loaded.model);
+  if (!stored) return loaded;
   const auto& folder = stored->folder;
   const auto& manifest = stored->manifest;
   const auto& config = stored->config;

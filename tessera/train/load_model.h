@@ -54,6 +54,9 @@ struct LoadedModel : CutModel {
 /// messages. Throws ConfigError.
 FoundCheckpoint find_checkpoint(const std::filesystem::path& given, const std::string& flag, const std::vector<std::string>& sets = {});
 
+/// What it was trained with, and `sets` on top, resolved: without the layout and the machine, which are not the reader's. Throws ConfigError.
+Config trained_config(const FoundCheckpoint& found, const std::vector<std::string>& sets = {});
+
 /// How often a checkpoint is chosen from a checkpoint.dir before a reader gives up: a run that keeps one may remove it with every save.
 inline constexpr int kMostChoices = 8;
 
@@ -81,6 +84,15 @@ void choose_together(FoundModel& found, const comm::Group& group);
 /// Reads what is known of a model without its weights. Throws ConfigError.
 FoundModel find_model(const ModelSource& source, const std::vector<std::string>& sets);
 
+/// What is read for a model's first values, without a checkpoint or beside one: by checkpoint.partial some of it may begin anew, and weights in fewer bits lie
+/// in none.
+struct StartingFiles {
+  bool weights = false;     ///< model.from_hf, for parameters
+  bool adapters = false;    ///< lora.from_peft
+  bool fewer_bits = false;  ///< model.from_hf, for what quantize.modules names
+};
+StartingFiles starting_files(const FoundModel& found);
+
 /// What `world_size` ranks make of a model that is only read: layers cut over mesh.tp of them, stages dealt over mesh.pp, sequences over mesh.cp, and that
 /// many copies. Refuses by name
 /// what reading has no use for (state to shard), techniques that this build lacks, layers and chains that cannot be cut. Starts no process group. Throws
@@ -103,7 +115,8 @@ ReadingGroups reading_groups(const Config& config, const Mesh& mesh);
 /// Collective over `all`, who share the groups.
 LoadedModel load_newest(FoundModel& found, const ReadingGroups& groups, at::Device device, const comm::Group& all);
 
-/// Loads weights alone, for eval and generate; each rank reads its part. Collective over the groups. Throws ConfigError.
+/// Loads weights alone, for eval and generate; each rank reads its part. What checkpoint.partial lets a checkpoint lack begins as it would in a run that goes
+/// on. Collective over the groups. Throws ConfigError.
 LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups = {}, at::Device device = at::kCPU);
 
 }  // namespace tessera

@@ -1,5 +1,7 @@
 #include "tessera/train/ranks_agree.h"
 
+#include <utility>
+
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
@@ -60,6 +62,8 @@ void check_ranks_agree(const comm::Group& group, const Settings& mine) {
   require(!found, found.value_or(""));
 }
 
+Settings pipeline_settings(const Config& config) { return {{"pipeline.schedule", schedule_of(config)}, {"pipeline.costs_from", measured_costs_of(config)}}; }
+
 Settings run_settings(const Config& config, const Inputs& inputs, const comm::WorldOptions& options) {
   Settings settings = shared_settings(config);
   const std::string table = comm::recorded_choice(options).dump();
@@ -67,8 +71,7 @@ Settings run_settings(const Config& config, const Inputs& inputs, const comm::Wo
   settings.emplace_back("data.tokenizer", content(inputs.corpus->tokenizer()));  // before the texts, whose content is theirs and its
   settings.emplace_back("data.files", content(inputs.corpus->content()));
   settings.emplace_back("data.validation_files", inputs.validation ? content(inputs.validation->content()) : "none");
-  settings.emplace_back("pipeline.schedule", schedule_of(config));
-  settings.emplace_back("pipeline.costs_from", measured_costs_of(config));
+  for (auto& setting : pipeline_settings(config)) settings.push_back(std::move(setting));
   // Hosts may keep these elsewhere, but whether they are there at all decides which collectives a run makes.
   for (const auto& [key, path] : {std::pair("checkpoint.dir", config.checkpoint.dir), std::pair("checkpoint.resume", config.checkpoint.resume)})
     settings.emplace_back(key, path.empty() ? "not set" : "set");

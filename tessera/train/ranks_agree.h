@@ -15,6 +15,9 @@ bool same_on_all(const comm::Group& group, const nlohmann::json& mine);
 /// differ, of the settings too.
 void check_ranks_agree(const comm::Group& group, const Settings& mine);
 
+/// How a pipeline's stages are stepped through: its schedule, and what that is made for, by content where files say them.
+Settings pipeline_settings(const Config& config);
+
 /// What all ranks of a training run must have alike: shared_settings(), and the content of what paths name: tokenizer, texts, the table of collective
 /// algorithms in use, a pipeline's schedule, and the model of from_hf where no checkpoint takes its place (its files' headers and the beginning of each
 /// tensor); and whether there is a checkpoint.dir, and a checkpoint to go on from.

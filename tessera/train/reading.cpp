@@ -2,11 +2,19 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <iterator>
+#include <set>
+#include <tuple>
+#include <utility>
 
 #include "tessera/checkpoint/agreement.h"
 #include "tessera/checkpoint/hugging_face.h"
+#include "tessera/checkpoint/peft.h"
 #include "tessera/core/error.h"
+#include "tessera/train/inputs.h"
 #include "tessera/train/progress.h"
+#include "tessera/train/ranks_agree.h"
 
 namespace tessera {
 
@@ -28,22 +36,80 @@ FoundTokenizer find_tokenizer(const FoundModel& model, const std::string& flag) 
   return found;
 }
 
+int64_t windows_of_a_pass(const FoundModel& model) {
+  const bool as_trained = model.checkpoint && model.config.model.router == "expert_choice";
+  return as_trained ? trained_config(*model.checkpoint).batch.micro_size : 1;
+}
+
 Settings reading_settings(const FoundModel& model, const FoundTokenizer& found) {
-  Settings settings = shared_settings(model.config);
+  const Config& config = model.config;
+  Settings settings = shared_settings(config);
+  for (auto& setting : pipeline_settings(config)) settings.push_back(std::move(setting));
+  const StartingFiles read = starting_files(model);
   if (model.checkpoint) {
-    const auto& manifest = model.checkpoint->manifest;
-    settings.emplace_back("--checkpoint", detail::concat("step ", manifest.step, " of run ", manifest.run.run));
+    const auto& [step, run] = std::tie(model.checkpoint->manifest.step, model.checkpoint->manifest.run);
+    settings.emplace_back("--checkpoint", detail::concat("step ", step, " of run ", run.run, ", start ", run.start));
+    if (read.weights || read.fewer_bits) settings.emplace_back("model.from_hf", "content " + checkpoint::hugging_face_fingerprint(config.model.from_hf));
   } else {
-    settings.emplace_back("--from-hf", "content " + checkpoint::hugging_face_fingerprint(model.config.model.from_hf));
+    settings.emplace_back("--from-hf", "content " + checkpoint::hugging_face_fingerprint(config.model.from_hf));
   }
+  if (read.adapters) settings.emplace_back("lora.from_peft", "content " + checkpoint::peft_fingerprint(config.lora.from_peft));
   settings.emplace_back("--tokenizer", "content " + found.tokenizer->fingerprint());
   // Where nobody gave it, a file says it, of which each host may have its own.
   std::ranges::find(settings, "data.bos", &Settings::value_type::first)->second = found.bos ? "true" : "false";
   return settings;
 }
 
+namespace {
+
+/// Why no run of one rank, as the layout is not the reader's, has such settings; empty: one may.
+std::string problem_of_run(Config run) {
+  run.mesh = {};
+  run.zero = {};
+  run.tensor = {};
+  run.offload = {};
+  if (std::isfinite(run.moe.capacity_factor) && run.moe.capacity_factor > 0) run.moe.capacity_factor = 0;  // what room it leaves, a batch in training says
+  try {
+    validate(run, 1, Purpose::Plan);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return {};
+}
+
+/// Refuses settings without effect that no run takes: neither the one that trained the model, nor one of all that was set. What is read may be what no training
+/// takes (weights in fewer bits without adapters), and the rest may mean something beside it alone.
+void check_without_effect(const FoundModel& model, const std::vector<std::string>& sets) {
+  std::vector<std::string> idle;
+  std::ranges::copy_if(sets, std::back_inserter(idle), [&](const auto& set) { return !settings_without_effect_on_reading(model.config, {set}).empty(); });
+  if (idle.empty()) return;
+  const std::string problem = problem_of_run(trained_config(*model.checkpoint, idle));
+  require(problem.empty() || problem_of_run(model.config).empty(), problem);
+}
+
+/// Of folders that `sets` name, those that nobody reads.
+std::vector<std::string> unread_folders(const FoundModel& model, const std::vector<std::string>& sets) {
+  const auto& [from_hf, lora] = std::tie(model.config.model.from_hf, model.config.lora);
+  const std::set<std::string> named = parse_config("", std::filesystem::current_path(), sets).given;
+  const StartingFiles read = starting_files(model);
+  const std::string folder = model.checkpoint ? model.checkpoint->folder.string() : "";
+  std::vector<std::string> remarks;
+  if (named.contains("lora.from_peft") && !lora.from_peft.empty() && !read.adapters) {
+    remarks.push_back(detail::concat("lora.from_peft = ", lora.from_peft,
+                                     lora.modules.empty()
+                                         ? ": has no effect without lora.modules"
+                                         : ": is not read, as adapters are those of " + folder + ", but for what checkpoint.partial lets it lack"));
+  }
+  if (named.contains("model.from_hf") && !from_hf.empty() && !read.weights && !read.fewer_bits)
+    remarks.push_back(detail::concat("model.from_hf = ", from_hf, ": the weights are those of ", folder, ", and that folder's are not read"));
+  return remarks;
+}
+
+}  // namespace
+
 std::vector<std::string> reading_remarks(const FoundModel& model, const std::vector<std::string>& sets) {
   auto idle = settings_without_effect_on_reading(model.config, sets);
+  for (auto& remark : unread_folders(model, sets)) idle.push_back(std::move(remark));
   if (!model.checkpoint) {
     const LoraConfig& lora = model.config.lora;
     if (!lora.modules.empty() && lora.from_peft.empty())
@@ -51,18 +117,14 @@ std::vector<std::string> reading_remarks(const FoundModel& model, const std::vec
           detail::concat("lora.modules = ", lora.modules, ": has no effect on a model of --from-hf, which brings no adapters; name theirs by lora.from_peft"));
     return idle;
   }
-  if (!idle.empty()) {  // of a run of one rank, as its layout is not the reader's
-    Config run = model.config;
-    run.mesh = {};
-    run.zero = {};
-    run.tensor = {};
-    run.offload = {};
-    if (std::isfinite(run.moe.capacity_factor) && run.moe.capacity_factor > 0) run.moe.capacity_factor = 0;  // what room it leaves, a batch in training says
-    validate(run, 1, Purpose::Plan);
-  }
+  check_without_effect(model, sets);
+  const auto& [folder, manifest] = std::tie(model.checkpoint->folder, model.checkpoint->manifest);
   auto remarks = model.checkpoint->remarks;
-  for (const auto& [key, saved, current] : checkpoint::model_disagreements(model.checkpoint->manifest.agreement, model.config))
-    remarks.push_back(detail::concat(model.checkpoint->folder.string(), ": was trained with ", key, " = ", saved, "; this is another model, with ", current));
+  if (!model.config.checkpoint.partial.empty()) {
+    if (auto remark = partial_remark(partial_load(manifest, model.config), folder.string()); !remark.empty()) remarks.push_back(std::move(remark));
+  }
+  for (const auto& [key, saved, current] : checkpoint::model_disagreements(manifest.agreement, model.config))
+    remarks.push_back(detail::concat(folder.string(), ": was trained with ", key, " = ", saved, "; this is another model, with ", current));
   remarks.insert(remarks.end(), idle.begin(), idle.end());
   return remarks;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,11 +19,16 @@ namespace tessera {
 /// ConfigError.
 FoundTokenizer find_tokenizer(const FoundModel& model, const std::string& flag);
 
-/// What all ranks that read a model must have alike (check_ranks_agree), by content where paths name it: settings, checkpoint or weights, tokenizer.
+/// Windows of a forward pass where nobody says how many: 1, or, where experts choose among its tokens, as many as where the model was trained.
+int64_t windows_of_a_pass(const FoundModel& model);
+
+/// What all ranks that read a model must have alike (check_ranks_agree), by content where paths name it: settings, schedule, checkpoint or weights, what begins
+/// beside them, tokenizer.
 Settings reading_settings(const FoundModel& model, const FoundTokenizer& found);
 
-/// What there is to say before a model is read, once for all ranks: checkpoints that were passed over, settings that make another model than was trained
-/// (what a resumed run is refused for), settings without effect; refuses values among the latter that no run takes. Throws ConfigError.
+/// What there is to say before a model is read, once for all ranks: checkpoints that were passed over, what checkpoint.partial lets begin anew, settings that
+/// make another model than was trained (what a resumed run is refused for), settings without effect; refuses values among the latter that no run takes. Throws
+/// ConfigError.
 std::vector<std::string> reading_remarks(const FoundModel& model, const std::vector<std::string>& sets);
 
 }  // namespace tessera

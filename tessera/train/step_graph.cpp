@@ -8,6 +8,7 @@
 
 #include <ATen/ops/empty_like.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/util/Exception.h>
 
 #if __has_include(<ATen/accelerator/Graph.h>)
 #include <ATen/accelerator/Graph.h>
@@ -56,6 +57,22 @@ bool of_one_form(const data::MicroBatch& one, const data::MicroBatch& other) {
 bool of_one_form(const data::StepBatch& one, const data::StepBatch& other) {
   return one.global_valid_tokens == other.global_valid_tokens &&
          std::ranges::equal(one.micro_batches, other.micro_batches, [](const auto& a, const auto& b) { return of_one_form(a, b); });
+}
+
+/// What has ended a capture. A peer that is lost and memory that is used up are no refusal of graphs, and whoever hears of them has to know what they are. A
+/// collective that cannot be captured fails by the words of one that is lost.
+[[noreturn]] void rethrow_of_capture() {
+  try {
+    throw;
+  } catch (const CommError& error) {
+    throw CommError(detail::concat(error.what(), "; in the step that run.graph captures: if no rank has failed, set run.graph = false"));
+  } catch (const InternalError&) {
+    throw;
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw ConfigError(detail::concat("run.graph = true: the step cannot be captured: ", error.what(), "; set run.graph = false"));
+  }
 }
 
 /// Has the tracker see so much alive at once: the memory of a graph, which a replay uses though nobody allocates it.
@@ -135,13 +152,12 @@ void StepGraph::capture(const std::vector<nn::NamedParameter>& updated, const Pa
   try {
     const comm::Unmeasured events_have_no_times;
     captured->result = passes(batch_);
-  } catch (const std::exception& error) {
-    const std::string why = error.what();
+  } catch (...) {
     try {
       captured->graph.capture_end();
     } catch (const std::exception&) {  // it has failed for the same reason
     }
-    throw ConfigError(detail::concat("run.graph = true: the step cannot be captured: ", why, "; set run.graph = false"));
+    rethrow_of_capture();
   }
   captured->graph.capture_end();
   captured->peak = memory_.peak_by_category();

@@ -41,7 +41,8 @@ class StepGraph {
   StepGraph(at::Device device, MemoryTracker memory);  ///< require_graphs(device), but for meta
   ~StepGraph();
 
-  /// `updated`: whose gradients the passes make. Throws ConfigError naming run.graph where they cannot be captured.
+  /// `updated`: whose gradients the passes make. Throws ConfigError naming run.graph where they cannot be captured; lost peers,
+  /// used up memory and failed invariants stay the errors that they are.
   Result run(const data::StepBatch& batch, const std::vector<nn::NamedParameter>& updated, const Passes& passes);
 
   int64_t replays() const { return replays_; }

@@ -139,7 +139,7 @@ void say_other_validation(const Config& config, const Inputs& inputs) {
 checkpoint::RunIdentity begun(const Config& config, const Inputs& inputs, const comm::World& world) {
   if (inputs.resume && world.rank() == 0) {
     for (const auto& remark : changes_since(*inputs.resume, config)) log().warn("{}", remark);
-    if (const auto remark = other_update(*inputs.resume, config, data_ranks(config, world.size())); !remark.empty()) log().warn("{}", remark);
+    if (const auto remark = other_update(*inputs.resume, config, world.size()); !remark.empty()) log().warn("{}", remark);
     say_other_validation(config, inputs);
   }
   return run_identity(inputs);

@@ -148,6 +148,12 @@ TEST(PartialLoad, AnOptimizerOfOtherParametersTakesWhatThereIsOfItsOwn) {
     step(other.model, *head);
     EXPECT_TRUE(at::equal(saved.model.named_parameters()["head.weight"], other.model.named_parameters()["head.weight"])) << name;
 
+    torch::nn::Module shorter("Shorter");
+    shorter.register_module("head", torch::nn::Linear(2, 2));
+    const auto the_head = make(shorter, "");
+    load(checkpoint, shorter, *the_head, {.ignore_prefixes = {"model.body.", "optimizer.exp_avg.body.", "optimizer.exp_avg_sq.body."}});
+    EXPECT_EQ(the_head->update_counts(), (std::map<std::string, int64_t>{{"head.bias", 1}, {"head.weight", 1}})) << "of what stays unread nobody counts";
+
     const auto of_head = save(folder / (name + " of the head"), 2, other.model, *head, comm::Group::self());
     Staged more(/*frozen=*/false);
     const auto both = make(more.model, "");

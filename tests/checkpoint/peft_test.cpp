@@ -228,6 +228,18 @@ TEST_F(Peft, RefusesWithoutAdapters) {
   EXPECT_THAT([&] { export_hugging_face(saved, model_, folder_ / "hf", {.lora_scale = 1}); }, ThrowsMessage<ConfigError>(HasSubstr("holds no adapters")));
 }
 
+TEST_F(Peft, RefusesModelsThatTheirsAreNot) {
+  draw("llama", {"attention.wq"});
+  const fs::path saved = save_by(1);
+  ModelConfig other = model_;
+  other.family = "mixtral", other.experts = 2, other.router = "sigmoid";
+  EXPECT_THAT([&] { export_peft(saved, other, lora_, folder_ / "peft"); },
+              ThrowsMessage<ConfigError>(HasSubstr("model.router = sigmoid: their Mixtral routes by softmax; there are no adapters of it")));
+  other.family = "mlp";
+  EXPECT_THAT([&] { export_peft(saved, other, lora_, folder_ / "peft"); },
+              ThrowsMessage<ConfigError>(HasSubstr("model.family = mlp: Hugging Face has no such model, so there are no adapters of it")));
+}
+
 TEST_F(Peft, RefusesLayersThatAreOneThere) {
   draw("gpt2", {"attention.wq"});
   const fs::path saved = save_by(1);

@@ -1,7 +1,6 @@
 #include "tessera/comm/backends/c10d_engine.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/ones.h>
+#include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -145,6 +144,70 @@ TEST(C10dEngine, NcclIsNeverAskedToWait) {
   all_reduce_async(group, two).wait();
   EXPECT_EQ(two[0].item<float>(), 4);
   EXPECT_THAT(notes->all, ElementsAre("allreduce op 0", "barrier ", "allreduce op 0"));
+}
+
+/// NCCL has no int16, no unsigned integers but bytes, and no complex numbers.
+TEST(C10dEngine, NcclIsHandedTypesThatItHas) {
+  class Dtypes final : public Notes {
+   public:
+    const std::string getBackendName() const override { return "nccl"; }
+    Pointer allreduce(Tensors& tensors, const c10d::AllreduceOptions&) override { return see(tensors[0]); }
+    Pointer _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions&) override {
+      out.copy_(in.narrow(0, 0, out.size(0)));
+      return see(in);
+    }
+    Pointer _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions&) override {
+      out.copy_(at::cat({in, in}));
+      return see(in);
+    }
+    Pointer broadcast(Tensors& tensors, const c10d::BroadcastOptions&) override { return see(tensors[0]); }
+    Pointer gather(std::vector<Tensors>& outs, Tensors& ins, const c10d::GatherOptions&) override {
+      for (at::Tensor& out : outs[0]) out.copy_(ins[0]);
+      return see(ins[0]);
+    }
+    Pointer send(Tensors& tensors, int, int) override { return see(tensors[0]); }
+    std::vector<at::ScalarType> seen;
+
+   private:
+    Pointer see(const at::Tensor& tensor) {
+      seen.push_back(tensor.scalar_type());
+      return completed_work();
+    }
+  };
+  const auto dtypes = c10::make_intrusive<Dtypes>();
+  const Group group({.name = "theirs", .rank = 0, .size = 2}, dtypes);
+  using enum at::ScalarType;
+  for (const auto& [dtype, name] : std::vector<std::pair<at::ScalarType, at::ScalarType>>{{Float, Float},
+                                                                                          {Bool, Bool},
+                                                                                          {Short, Half},
+                                                                                          {UInt16, Half},
+                                                                                          {UInt32, Int},
+                                                                                          {UInt64, Long},
+                                                                                          {Float8_e4m3fn, Byte},
+                                                                                          {ComplexHalf, Int},
+                                                                                          {ComplexFloat, Long},
+                                                                                          {ComplexDouble, Double}}) {
+    dtypes->seen.clear();
+    const auto part = at::arange(1, 7, at::kLong).view({3, 2}).to(at::kFloat).to(dtype), whole = at::zeros({6, 2}).to(dtype);
+    const auto bytes = [](const at::Tensor& tensor) { return tensor.view(at::kByte); };
+    const at::Tensor twice = at::cat({bytes(part), bytes(part)});
+    all_gather(group, whole, part);
+    EXPECT_TRUE(at::equal(bytes(whole), twice)) << dtype;
+    whole.zero_();
+    gather(group, whole, part, 0);
+    EXPECT_TRUE(at::equal(bytes(whole), twice)) << dtype;
+    broadcast(group, part, 0);
+    send(group, part, 1, 7);
+    EXPECT_EQ(dtypes->seen, std::vector<at::ScalarType>(4, name)) << dtype;
+  }
+  dtypes->seen.clear();
+  const auto numbers = at::complex(at::arange(4).to(at::kFloat), at::ones({4})), half = at::empty({2}, at::kComplexFloat);
+  all_reduce(group, numbers);
+  reduce_scatter(group, half, numbers);
+  EXPECT_TRUE(at::equal(half, numbers.narrow(0, 0, 2)));
+  all_reduce(group, numbers, Op::Product);  // as the backend has it, which refuses that
+  all_reduce(group, at::ones({4}, at::kShort));
+  EXPECT_THAT(dtypes->seen, ElementsAre(Float, Float, ComplexFloat, Short));
 }
 
 TEST(C10dEngine, WhoGivesNoWorkIsDone) {

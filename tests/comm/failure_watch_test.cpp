@@ -153,19 +153,14 @@ TEST(C10dFailure, IsWhatTheBackendFound) {
   EXPECT_THAT(found(c10d::ErrorType::REMOTE_ERROR), StartsWith("NCCL failed on another rank"));
 }
 
-TEST(EnvironmentDefaults, HoldForALifeAndLeaveWhatIsSetAlone) {
+TEST(EnvironmentDefaults, LeaveWhatIsSetAlone) {
   setenv("TESSERA_TEST_OLD_NAME", "3", 1);
   setenv("TESSERA_TEST_SET", "2", 1);
-  {
-    const EnvironmentDefaults defaults({{{"TESSERA_TEST_UNSET"}, "0"}, {{"TESSERA_TEST_SET"}, "0"}, {{"TESSERA_TEST_NEW_NAME", "TESSERA_TEST_OLD_NAME"}, "0"}});
-    EXPECT_STREQ(std::getenv("TESSERA_TEST_UNSET"), "0");
-    EXPECT_STREQ(std::getenv("TESSERA_TEST_SET"), "2");
-    EXPECT_EQ(std::getenv("TESSERA_TEST_NEW_NAME"), nullptr);
-  }
-  EXPECT_EQ(std::getenv("TESSERA_TEST_UNSET"), nullptr);
+  set_environment_defaults({{{"TESSERA_TEST_UNSET"}, "0"}, {{"TESSERA_TEST_SET"}, "0"}, {{"TESSERA_TEST_NEW_NAME", "TESSERA_TEST_OLD_NAME"}, "0"}});
+  EXPECT_STREQ(std::getenv("TESSERA_TEST_UNSET"), "0");
   EXPECT_STREQ(std::getenv("TESSERA_TEST_SET"), "2");
-  unsetenv("TESSERA_TEST_SET");
-  unsetenv("TESSERA_TEST_OLD_NAME");
+  EXPECT_EQ(std::getenv("TESSERA_TEST_NEW_NAME"), nullptr);
+  for (const char* name : {"TESSERA_TEST_UNSET", "TESSERA_TEST_SET", "TESSERA_TEST_OLD_NAME"}) unsetenv(name);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include "tessera/kernels/reference.h"
 #include "tessera/memory/memory.h"
 #include "tests/kernels/support.h"
+#include "tests/test_device.h"
 
 namespace tessera::kernels {
 namespace {
@@ -73,6 +74,41 @@ TEST(Attention, LogSumExpAndBackwardBlocksMergeToTheWhole) {
   expect_close(at::cat({dv1, dv2}, 2), dv, 2e-6, "dv");
 }
 
+/// Of tiles nobody but us pads the features to the whole vectors that CUDA's kernels read.
+TEST(Attention, TilesOfAnyFeaturesAreTheWhole) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    const double bound = dtype == at::kFloat ? 5e-6 : 2e-2;
+    for (const int64_t features : {1, 6, 10, 12, 16}) {
+      for (const std::optional<double> scale : {std::optional<double>(), std::optional(0.3)}) {
+        const at::Tensor q = heads_view(2, 4, 9, features, dtype, 1).requires_grad_(), k = heads_view(2, 2, 9, features, dtype, 2).requires_grad_(),
+                         v = heads_view(2, 2, 9, features, dtype, 3).requires_grad_(), grad = heads_view(2, 4, 9, features, dtype, 4);
+        const at::Tensor whole = reference::attention(q, k, v, true, scale);
+        whole.backward(grad);
+        const auto tile = flash_attention_forward(q, k, v, true, scale);
+        const std::string name = detail::concat(features, " features in ", dtype);
+        expect_close(tile.output, whole, bound, name);
+        EXPECT_TRUE(tile.output.transpose(1, 2).is_contiguous()) << name;
+        const auto [dq, dk, dv] = flash_attention_backward(grad, q, k, v, tile, true, scale);
+        expect_close(dq, q.grad(), bound, "dq of " + name);
+        expect_close(dk, k.grad(), bound, "dk of " + name);
+        expect_close(dv, v.grad(), bound, "dv of " + name);
+      }
+    }
+  }
+}
+
+TEST(Attention, RefusesTilesOfMoreFeaturesThanFlashHas) {
+  const auto tile = [](int64_t features, at::ScalarType dtype) {
+    const at::Tensor q = heads_view(1, 1, 3, features, dtype, 1);
+    flash_attention_forward(q, q, q, true);
+  };
+  tile(256, at::kBFloat16);
+  tile(264, at::kFloat);
+  if (!testing_support::test_device().is_cuda()) return;
+  EXPECT_THAT(message_of<ConfigError>([&] { tile(257, at::kBFloat16); }),
+              ::testing::AllOf(::testing::HasSubstr("heads of 257 features in BFloat16"), ::testing::HasSubstr("precision.compute = fp32")));
+}
+
 TEST(Attention, ResultFlattensToTokensWithoutACopy) {
   const at::Tensor q = heads_view(2, 3, 5, 8, at::kFloat, 1);
   const at::Tensor out = flash_attention(q, q, q, true);
@@ -89,6 +125,7 @@ TEST(Attention, GroupedHeadsNeedNoScoresInMemory) {
   constexpr int64_t tokens = 1024;
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     const at::Tensor q = heads_view(1, 4, tokens, 8, dtype, 1).requires_grad_(), k = heads_view(1, 2, tokens, 8, dtype, 2).requires_grad_();
+    track_device(q.device().type());
     MemoryTracker tracker;
     const TrackMemory track(tracker);
     flash_attention(q, k, k, true).sum().backward();

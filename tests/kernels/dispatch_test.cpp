@@ -126,6 +126,20 @@ TEST(Rows, HaveTheSameBitsOnAnyNumberOfThreads) {
   });
 }
 
+/// Rows, and the gradient of what they are combined to, with other strides each.
+TEST(Rows, MayBeNarrowerThanTheirMemory) {
+  const Dispatch where = dispatch(choose_experts(random({11, 5}, at::kFloat, 3), 2), 5);
+  const auto results = [&](const at::Tensor& rows, const at::Tensor& grad) {
+    const at::Tensor given = rows.detach().requires_grad_(true), weights = random({11, 2}, at::kFloat, 2).requires_grad_(true);
+    const at::Tensor out = combine_rows(given, weights, where);
+    out.backward(grad);
+    return std::vector{out.detach(), given.grad(), weights.grad()};
+  };
+  const at::Tensor rows = random({22, 50}, at::kFloat, 4).narrow(1, 8, 33), grad = random({11, 70}, at::kFloat, 5).narrow(1, 16, 33);
+  const auto narrow = results(rows, grad), whole = results(rows.contiguous(), grad.contiguous());
+  for (size_t i = 0; i < whole.size(); ++i) EXPECT_TRUE(at::equal(narrow[i], whole[i])) << i;
+}
+
 TEST(Rows, OfTokensThatWereDroppedAreZero) {
   const Dispatch where = dispatch(at::zeros({4, 1}, at::kLong), 2, {.capacity = 1});
   const at::Tensor out = combine_rows(gather_rows(at::ones({4, 3}), where), at::ones({4, 1}), where);

@@ -51,6 +51,7 @@ TEST(Rope, AViewOfAPackedProductIsNotCopied) {
   const at::Tensor packed = random({2, 6, 3 * 32});
   const at::Tensor query = packed.narrow(-1, 32, 32).view({2, 6, 4, 8});
   const auto [cos, sin] = tables(6, 4);
+  track_device(packed.device().type());
   MemoryTracker tracker;
   const TrackMemory track(tracker);
   const at::Tensor out = rope(query, cos, sin);

@@ -35,11 +35,18 @@ TEST(SwiGlu, SaturatesInsteadOfOverflowing) {
 
 TEST(SwiGlu, HalvesOfAPackedProductAreNotCopied) {
   const auto halves = random({64, 2 * 48}).chunk(2, -1);
+  track_device(halves[0].device().type());
   MemoryTracker tracker;
   const TrackMemory track(tracker);
   const at::Tensor out = swiglu(halves[0], halves[1]);
   EXPECT_EQ(tracker.peak(), out.numel() * 4);
   expect_same(fused, reference, {halves[0], halves[1]}, tolerance(at::kFloat));
+}
+
+TEST(SwiGlu, GateAndUpMayHaveOtherStrides) {
+  const at::Tensor gate = random({7, 3 * 40}, at::kFloat, 1).narrow(1, 40, 40), up = random({7, 2 * 40}, at::kFloat, 2).narrow(1, 40, 40);
+  expect_same(fused, reference, {gate, random({7, 40}, at::kFloat, 3)}, tolerance(at::kFloat));
+  expect_same(fused, reference, {gate, up}, tolerance(at::kFloat));
 }
 
 TEST(SwiGlu, RefusesDifferentShapes) {

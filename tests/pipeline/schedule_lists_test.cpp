@@ -79,6 +79,8 @@ TEST(ScheduleLists, WhatADomainLacksIsRefusedWithTheWayOut) {
   EXPECT_EQ(refused(request_of("1f1b", 2, 0)), "1f1b: micro_batches = 0: at least 1");
   EXPECT_EQ(refused({.name = "gpipe", .ranks = 2, .micro_batches = 2, .memory_limit = 3}), "gpipe: memory_limit is known to zb_auto only; leave it out");
   EXPECT_THAT(refused({.name = "zb_2p", .ranks = 2, .micro_batches = 2, .kept = 0}), testing::StartsWith("zb_2p: kept = 0: "));
+  EXPECT_THAT(refused({.name = "zb_1p", .ranks = 2, .micro_batches = 2, .costs = {.stages = std::vector<StageCosts>(3)}}),
+              testing::StartsWith("zb_1p: costs of 3 stages for 2 ranks"));
   EXPECT_EQ(refused({.name = "gpipe", .ranks = 2, .micro_batches = 2, .kept = 0.5}), "gpipe: kept is known to zb_1p, zb_2p and zb_auto only; leave it out");
   EXPECT_EQ(refused({.name = "zb_auto", .ranks = 2, .micro_batches = 2}), "zb_auto: memory_limit = 0: a rank holds at least one micro-batch; take 1 or more");
   EXPECT_EQ(

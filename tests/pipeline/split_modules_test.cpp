@@ -217,6 +217,56 @@ TEST(SplitModules, AModuleMayHookWhatItReturns) {
   }
 }
 
+struct HooksItsInputImpl : nn::Module {
+  HooksItsInputImpl() : fc(4, 4) { register_module("fc", fc); }
+  at::Tensor forward(const at::Tensor& x) {
+    if (x.requires_grad()) x.register_hook([](const at::Tensor& gradient) { return gradient.clamp(-0.1, 0.1); });
+    return fc(x);
+  }
+  nn::Linear fc;
+};
+TESSERA_MODULE(HooksItsInput);
+
+struct HookedInputNet : torch::nn::Module {
+  enum class Others { None, Looking, WrittenBefore, Before, Behind };
+  explicit HookedInputNet(Others others = Others::None) : others(others) {
+    register_module("in", in);
+    register_module("hooked", hooked);
+    register_module("out", out);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = in(x), other = h;
+    if (others == Others::Looking) other = h.detach().abs();
+    if (others == Others::WrittenBefore) h.relu_();
+    if (others == Others::Before) other = torch::tanh(h);
+    const at::Tensor y = out(hooked(h));
+    if (others == Others::Behind) other = torch::tanh(h);
+    return others == Others::None || others == Others::WrittenBefore ? y : y + other.sum();
+  }
+  Others others;
+  torch::nn::Linear in{5, 4};
+  HooksItsInput hooked;
+  torch::nn::Linear out{4, 2};
+};
+
+TEST(SplitModules, AModuleMayHookWhatItIsGiven) {
+  using enum HookedInputNet::Others;
+  torch::manual_seed(1);
+  const std::vector<at::Tensor> inputs{torch::randn({3, 5})};
+  for (const auto others : {None, Looking, WrittenBefore}) {
+    for (const char* at : {"hooked", "out"}) {
+      torch::manual_seed(1);
+      const auto model = std::make_shared<HookedInputNet>(others);
+      const auto split = pipeline::split(model, inputs, {{at, Beginning}});
+      expect_same(run_pass(*model, [&] { return staged(split, inputs); }), run_pass(*model, [&] { return eager(forward_of(model), inputs); }));
+    }
+  }
+  for (const auto& [others, message] : {std::pair(Before, "hooks a tensor that it was given (register_hook), and others"), {Behind, "hook (register_hook)"}}) {
+    const auto model = std::make_shared<HookedInputNet>(others);
+    EXPECT_THAT(refusal([&] { pipeline::split(model, inputs, {{"hooked", Beginning}}); }), HasSubstr(message));
+  }
+}
+
 struct DrawnImpl : nn::Module {
   at::Tensor forward(int64_t rows) { return torch::randn({rows, 4}); }
 };

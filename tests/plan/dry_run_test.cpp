@@ -133,6 +133,15 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunOfAMixtureOverDocuments) {
 
 /// Windows are taken for one document each, while packing deals columns a little unevenly. On one thread: of several, each of which works on a head with memory
 /// of its own, a document alone keeps fewer busy than the windows of a plan.
+TEST_F(DryRunTest, DocumentsFillAWindowAlikeWhoeverGivesTheRanks) {
+  const auto filling = [&](const std::string& tp) {
+    return plan::documents_that_fill(
+        config("llama", {"data.documents=lines", "data.seq_len=64", "model.sliding_window=11", "batch.micro_size=6", "mesh.tp=" + tp}), 2);
+  };
+  EXPECT_EQ(filling("2"), 8) << "of one size each, more than the six that a window asks for";
+  EXPECT_EQ(filling("-1"), filling("2"));
+}
+
 TEST_F(DryRunTest, PackedDocumentsOverRanksTakeNoMoreThanThePlan) {
   for (const std::vector<std::string>& sets :
        {std::vector<std::string>{"mesh.cp=2"}, {"mesh.cp=3", "context.method=all_gather"}, {"mesh.cp=2", "context.method=ulysses"}}) {

@@ -73,6 +73,14 @@ TEST_F(LongSequences, TheLongestGrowsWithTheRanks) {
   EXPECT_GT(alone.seq_len, longest(1, {"recompute.ffn_tile=0"}).seq_len * 13 / 10) << "what tiles are for";
 }
 
+/// A size that takes what is left is what it comes to: three columns are cut, not one.
+TEST_F(LongSequences, TheFirstThatIsTriedHasAColumnForEveryRank) {
+  const auto longest = [&](const std::string& cp) {
+    return plan::longest_sequence(cut(64, 3, "ring", {"mesh.cp=" + cp, "run.memory_limit_bytes=20000000"}), 3);
+  };
+  EXPECT_EQ(longest("-1").seq_len, longest("3").seq_len);
+}
+
 TEST_F(LongSequences, RefusesWhereThereIsNothingToFind) {
   const auto refusal = [&](const Sets& sets) -> std::string {
     try {

@@ -76,7 +76,7 @@ class RandomLayoutPlans : public testing_support::TrainFixture {
     }
     if (unknown.documents) {
       const auto routed = unknown.routers ? experts::DryLoad::Fewest : experts::DryLoad::Even;
-      const plan::DocumentLine line = plan::document_line(config);
+      const plan::DocumentLine line = plan::document_line(config, world);
       const auto of = [&](int64_t documents) {
         return totals(planned(config, world, {.documents = documents, .documents_apart = line.apart, .routed = routed}));
       };

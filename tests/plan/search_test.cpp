@@ -76,6 +76,23 @@ TEST_F(SearchTest, NeighboursDifferAndUseEveryRank) {
   }
 }
 
+/// What training takes the search offers, though parts are uneven: tp 3 of 128 features, cp 3 of 8 columns, and interleaved with fewer micro-batches than two
+/// for each stage.
+TEST_F(SearchTest, UnevenPartsAreAmongTheLayouts) {
+  Config config = small({"model.heads=6", "model.dim=48", "model.ffn_dim=128", "model.layers=4", "data.seq_len=8"});
+  config.batch.global_size = 6;
+  std::set<std::string> found;
+  for (const int world : {3, 2}) {
+    for (const LayoutChoice& choice : all_choices(config, world, machine(), {6}, /*fewest_columns=*/1)) {
+      if (choice.tp == 3) found.insert("tp 3");
+      if (choice.cp == 3) found.insert("cp 3");
+      if (choice.schedule == "interleaved" && choice.pp == 2 && choice.micro_batches(world) == 3) found.insert("interleaved, 3 over 2");
+      validate(with_settings(config, settings_of(choice, world)), world, Purpose::Plan);
+    }
+  }
+  EXPECT_THAT(found, testing::ElementsAre("cp 3", "interleaved, 3 over 2", "tp 3"));
+}
+
 /// mesh.cp's ranks share out the state of what they compute alike (docs/sharding.md).
 TEST_F(SearchTest, RanksOfASequenceShareTheStateOfItsDataRank) {
   Config config = small({"data.seq_len=32", "model.dim=64"});

@@ -83,5 +83,25 @@ TEST_F(Preflight, RefusesWhatDoesNotFit) {
   EXPECT_NO_THROW(preflight(any, 2, 1, peak + peak / 8)) << "one of two hosts";
 }
 
+// Two hosts of two stages each: no host has the first stage and the last one, which have the wide table and the head.
+TEST_F(Preflight, AHostHasItsOwnRanks) {
+  const Config ends = config("llama", {"mesh.pp=4", "model.layers=4", "model.vocab_size=4000"});
+  std::vector<int64_t> needs(4);
+  for (const RankClass& ranks : dry_run(ends, 4).ranks) {
+    for (const int rank : ranks.examples) needs.at(static_cast<size_t>(rank)) = total_of(ranks.peak_bytes) + total_of(ranks.host_bytes);
+  }
+  const int64_t most = std::max(needs[0] + needs[1], needs[2] + needs[3]);
+  ASSERT_LT(most, needs[0] + needs[3]);
+  EXPECT_NO_THROW(preflight(ends, 4, 2, most));
+  EXPECT_THAT(refusal([&] { preflight(ends, 4, 2, most - 1); }), StartsWith("model: --preflight: the 2 ranks on a host need "));
+}
+
+// Messages of a further group of mesh.pp are between stages, wherever mesh.tp puts these in the world.
+TEST_F(Preflight, TiedStagesThatUpdateLateMeetBesideTensorParallelism) {
+  EXPECT_NO_THROW(preflight(config("llama", {"mesh.pp=2", "mesh.tp=2", "model.tie_embeddings=true", "pipeline.schedule=pipedream_2bw", "optim.max_grad_norm=0",
+                                             "batch.global_size=8"}),
+                            4, 4, 0));
+}
+
 }  // namespace
 }  // namespace tessera::plan

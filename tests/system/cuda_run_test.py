@@ -3,9 +3,12 @@
 import json
 import os
 import pathlib
+import runpy
 import shutil
 import subprocess
 import sys
+import time
+import types
 import unittest
 
 from support import SOURCE, SystemTest
@@ -45,6 +48,28 @@ class CudaRun(SystemTest):
         done = self.call("--dry", "--build", BUILD, "--only", "kernels,graph", "--limit", "0.1", "--json", self.folder / "late.json", expect=1)
         self.assertRegex(done.stdout, r"kernels +late +[\d.]+ s  not done after")
         self.assertRegex(done.stdout, r"graph +late ")
+
+    def test_a_peer_that_is_late_has_had_its_share_and_the_others_are_measured(self):
+        started, test = {}, self
+
+        class Machine:
+            dry, device, model, folder, options = True, "cpu", "", test.folder, types.SimpleNamespace(python="python")
+            until = time.monotonic() + 100
+
+            def train(self, *words, **settings):
+                return [{"step_s": 1, "tflops_per_device": 1, "tokens": 8, "peak_bytes": 1}] * 6, {}
+
+            def call(self, command, **variables):
+                started[command[-1]] = self.until - time.monotonic()
+                if command[-1] == "eager":
+                    raise subprocess.TimeoutExpired(command, started["eager"])
+                return '{"products_s": 0.5}\n'
+
+        found = runpy.run_path(str(SOURCE / "tests/cuda/run"))["speed"](Machine())
+        self.assertEqual(found["eager"], {"late": "not done after 50 s"})
+        self.assertEqual(found["tessera"]["share_of_bound"], 0.5)
+        self.assertAlmostEqual(started["eager"], 50, delta=5)
+        self.assertAlmostEqual(started["bound"], 100, delta=5)
 
     def carried_to(self, version="2.13.0+cu130"):
         """A packed folder whose tessera says where it looks for libraries, and an environment with a torch of CUDA's that has nothing but its places."""

@@ -242,6 +242,14 @@ class Reading(SystemTest):
             self.assertNotIn("run.threads", done.stderr)
         self.assertIn("optim.lr = -1", self.refusal(self.eval("--checkpoint", ckpt, "--set", "optim.lr=-1")))
 
+    def test_experts_choose_among_as_many_windows_as_they_were_trained_with(self):
+        ckpt = self.saved("model.family=mixtral", "model.experts=4", "model.experts_per_token=2", "model.router=expert_choice", "batch.micro_size=4")
+        flags = ("eval", "--checkpoint", ckpt, "--file", self.folder / "held_out.txt", "--seq-len", 32, "--json")
+        usual, idle, other = run(*flags), run(*flags, "--set", "batch.micro_size=1"), run(*flags, "--micro-size", 1)
+        self.assertEqual([usual.returncode, idle.stdout, idle.stderr.count("batch.micro_size = 1: has no effect")], [0, usual.stdout, 1], idle.stderr)
+        self.assertEqual([done.stderr.count("it was trained, and validated, with batch.micro_size = 4") for done in (usual, idle, other)], [0, 0, 1])
+        self.assertNotEqual(json.loads(other.stdout)["loss"], json.loads(usual.stdout)["loss"])
+
 
 if __name__ == "__main__":
     unittest.main()

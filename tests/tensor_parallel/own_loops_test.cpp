@@ -411,12 +411,73 @@ TEST(OwnLoopOfParts, MasksOfAPartThatIsTakenAgainAreThoseOfOneDevice) {
   }
 }
 
+/// Takes some features, by a function of the program's own.
+struct OwnNarrow : torch::autograd::Function<OwnNarrow> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t first, int64_t size) {
+    context->saved_data["around"] = std::vector<int64_t>{first, x.size(-1) - first - size};
+    return x.narrow(-1, first, size).clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& gradients) {
+    return {at::constant_pad_nd(gradients[0], context->saved_data["around"].toIntVector()), at::Tensor(), at::Tensor()};
+  }
+};
+
+/// As much of what was brought together as a rank has: its own part, or what all ranks take alike.
+TEST(OwnLoopOfParts, MasksOfWhatMayBeAPartAreRefused) {
+  using comm::differentiable::Gradient;
+  const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();
+  std::mutex one_at_a_time;
+  using Map = std::function<at::Tensor(const at::Tensor&)>;
+  const auto pass = [&](Dropped& net, const Map& map, bool stated = true) {
+    const at::Tensor h = map(at::gelu(net->up(x)));
+    const std::lock_guard lock(one_at_a_time);
+    torch::manual_seed(4);
+    const nn::SampleScope samples({.seed = 7, .step = stated ? 1 : 0});
+    return net->drop(h).detach();
+  };
+  const auto mixed = [](const at::Tensor& h) { return at::matmul(at::ones({6, 6}).tril(), h.unflatten(-1, {6, 2})); };  // talking heads
+  const auto gated = [](const at::Tensor& h) { return h.chunk(2, -1)[0] * h.chunk(2, -1)[1].sigmoid(); };
+  const auto half = [](const at::Tensor& h) { return at::linear(h, at::ones({6, 12}).tril()).unflatten(1, {5, 1}).narrow(-1, 0, 3); };
+  Dropped one = on_meta([] { return Dropped(0.5); });
+  materialize(one, 3);
+  const at::Tensor want = pass(one, [&](const at::Tensor& h) { return mixed(h).flatten(-2); });
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      Dropped net = on_meta([] { return Dropped(0.5); });
+      const auto tensor = parallelize_module(net, world.group(), feed_forward_plan());
+      materialize(net, 3);
+      const Box& held = nn::slice_of(net->up->weight).boxes.at(0);
+      const int64_t first = held.offset[0], size = held.size[0];
+      const auto whole = [&](const at::Tensor& h) { return comm::differentiable::all_gather(world.group(), h, 2, 12, Gradient::Replicated); };
+      for (const Map& map : std::vector<Map>{[&](const at::Tensor& h) { return mixed(whole(h)).narrow(2, first / 2, size / 2).flatten(-2); },
+                                             [&](const at::Tensor& h) { return mixed(whole(h)).narrow(2, first / 2, size / 2); },
+                                             [&](const at::Tensor& h) { return whole(h).view({2, 5, ranks, -1}).select(2, world.rank()); },
+                                             [&](const at::Tensor& h) { return whole(h).index_select(-1, at::arange(first, first + size)); },
+                                             [&](const at::Tensor& h) { return OwnNarrow::apply(whole(h), first, size); }}) {
+        EXPECT_THAT(testing_support::refusal([&] { pass(net, map); }),
+                    AllOf(HasSubstr("Dropout 'drop'"), HasSubstr("behind 'up'"), HasSubstr("comm::differentiable::split")));
+        pass(net, map, /*stated=*/false);
+      }
+      const auto split = [&](const at::Tensor& h) { return comm::differentiable::split(world.group(), mixed(whole(h)), 2).flatten(-2); };
+      EXPECT_LT((pass(net, split) - want.narrow(-1, first, size)).abs().max().item<double>(), 1e-5);
+      if (ranks == 2) EXPECT_THAT(testing_support::refusal([&] { pass(net, [&](const at::Tensor& h) { return gated(whole(h)); }); }), HasSubstr("'up'"));
+      if (ranks == 3) EXPECT_LT((pass(net, [&](const at::Tensor& h) { return gated(whole(h)); }) - pass(one, gated)).abs().max().item<double>(), 1e-5);
+      // Of what was made of all: rows, and features of another layer.
+      for (const Map& map :
+           std::vector<Map>{half, [&](const at::Tensor& h) { return h.narrow(1, 0, 5).narrow(0, 0, 1); }, [](const at::Tensor& h) { return h.select(1, 0); }}) {
+        EXPECT_LT((pass(net, [&](const at::Tensor& h) { return map(whole(h)); }) - pass(one, map)).abs().max().item<double>(), 1e-5);
+      }
+    });
+  }
+}
+
 /// What is made of a rank's features and has them still: fewer rows, or rows one after the other.
 TEST(OwnLoopOfParts, MasksOfPooledFeaturesAreThoseOfOneDevice) {
   const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();
   using Map = at::Tensor (*)(const at::Tensor&);
   const std::vector<Map> maps{[](const at::Tensor& h) { return h.mean(1); }, [](const at::Tensor& h) { return h.narrow(1, 1, 4); },
-                              [](const at::Tensor& h) { return h.flatten(0, 1); }};
+                              [](const at::Tensor& h) { return h.flatten(0, 1); }, [](const at::Tensor& h) { return h.transpose(0, 1); },
+                              [](const at::Tensor& h) { return h.reshape({5, 2, -1}); }};
   const auto pass = [&](Dropped& net, Map map) {
     const nn::SampleScope samples({.seed = 7, .step = 1});
     return net->drop(map(at::gelu(net->up(x)))).detach();
@@ -498,6 +559,55 @@ TEST(OwnLoopOfParts, WeightsOfAttentionAreNotTakenForFeatures) {
       }
     }
   }
+}
+
+/// Keys without a gradient: what is as wide as all features is no gather of the queries.
+TEST(OwnLoopOfParts, WeightsOfAttentionWithFrozenKeysAreNotTakenForAllFeatures) {
+  const at::Tensor x = at::arange(12 * 6, at::kFloat).view({1, 12, 6}).sin();
+  for (const bool flat : {false, true}) {
+    run_ranks(2, [&](World& world) {
+      Dropped net = on_meta([] { return Dropped(0.5); });
+      const auto tensor = parallelize_module(net, world.group(), feed_forward_plan());
+      materialize(net, 3);
+      net->down(at::ones({1, 6}));
+      const nn::SampleScope samples({.seed = 7, .step = 1});
+      const auto scores = [&](const at::Tensor& q) { return flat ? at::mm(q[0], x[0].t()).unsqueeze(0) : at::bmm(q, x.transpose(1, 2)); };
+      EXPECT_THAT(testing_support::refusal([&] { net->drop(scores(net->up(x)).softmax(-1)); }), HasSubstr("part of some features"));
+    });
+  }
+}
+
+/// Frozen layers of what has no gradient record no graph.
+TEST(OwnLoopOfParts, MasksWithoutAGraphAreThoseOfOneDeviceOrRefused) {
+  const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();
+  const nn::SampleContext stated{.seed = 7, .step = 1};
+  run_ranks(2, [&](World& world) {
+    ClosedByHand net = on_meta([] { return ClosedByHand(); });
+    const auto of_net = parallelize_module(net, world.group(), {{"up", ColumnParallel{}}});
+    materialize(net, 3);
+    net->group = world.group();
+    for (const at::Tensor& parameter : net->parameters()) parameter.set_requires_grad(false);
+    {
+      const nn::SampleScope samples(stated);
+      EXPECT_THAT(testing_support::refusal([&] { net(x); }), AllOf(HasSubstr("Dropout 'after'"), HasSubstr("behind 'up'"), HasSubstr("RowParallel")));
+    }
+    net->after(net->before(x));
+
+    Dropped apart = on_meta([] { return Dropped(0.5); });
+    const auto of_apart = parallelize_module(apart, world.group(), feed_forward_plan());
+    materialize(apart, 3);
+    apart->down(at::ones({1, 6}));
+    for (const at::Tensor& parameter : apart->parameters()) parameter.set_requires_grad(false);
+    const nn::SampleScope samples(stated);
+    const at::Tensor h = apart->up(x);
+    for (const at::Tensor& inside : {h.unflatten(-1, {-1, 2}), at::ones({6, 5, 5})}) {
+      EXPECT_THAT(testing_support::refusal([&] { apart->drop(inside); }), AllOf(HasSubstr("Dropout 'drop'"), HasSubstr("part of some features")));
+    }
+    const at::Tensor stream = at::ones({2, 5, 9}), dropped = apart->drop(stream), of_all = at::empty({4, 5, 9});
+    comm::all_gather(world.group(), of_all, dropped);
+    EXPECT_TRUE(of_all.narrow(0, 0, 2).equal(of_all.narrow(0, 2, 2))) << "of the stream, of which another layer is about to be given some";
+    apart->down(h);
+  });
 }
 
 TEST(OwnLoopOfParts, TheCheckTakesADropoutOfFeatures) {

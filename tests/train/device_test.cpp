@@ -69,14 +69,15 @@ TEST_F(TrainDevice, SeveralRanksHaveTheCpusBitsAndBytes) {
   }
 }
 
-// Two things on a device round otherwise than on the CPU. Weights' gradients are not added up inside of products there (GradientDispatcher::adds_in_place),
+// Three things on a device round otherwise than on the CPU. Weights' gradients are not added up inside of products there (GradientDispatcher::adds_in_place),
 // which a pipeline does unless it recomputes or has several data ranks. And the log-sum-exps of the memory-efficient kernel lie in rows of whole multiples of
-// 32, where the CPU's lie without gaps, so that loops over them end, and leave what does not fill a vector, elsewhere: runs of 32 columns lie alike. What a
-// stage has sent, 2 sequences of 16 columns of 24 numbers, goes on when the stage asks for the first time.
+// 32, where the CPU's lie without gaps, so that loops over them end, and leave what does not fill a vector, elsewhere: runs of 32 columns lie alike. And tiles
+// of heads whose features are no whole vectors are padded: three heads of 8 are not. What a stage has sent, 2 sequences of 16 columns of 24 numbers, goes on
+// when the stage asks for the first time.
 TEST_F(TrainDevice, StagesAndCutSequencesHaveTheCpusBits) {
   for (const auto& layout : std::vector<Layout>{{"llama", 2, {"mesh.pp=2", "recompute.mode=full"}, 2 * 16 * 24 * 4},
                                                 {"gpt2", 4, {"mesh.pp=2", kSameGelu}, 2 * 16 * 24 * 4},
-                                                {"llama", 2, {"mesh.cp=2", "data.seq_len=128"}}}) {
+                                                {"llama", 2, {"mesh.cp=2", "data.seq_len=128", "model.heads=3"}}}) {
     expect_the_same_run(layout);
   }
 }

@@ -526,6 +526,36 @@ TEST(DisjointWrappers, OneRanksPartsThatWereSentBeforeTheyWereSharedOutAreRefuse
   }
 }
 
+/// Parts of doubled units are all ranks' without anybody having sent them, unless others were drawn into them since.
+TEST(DisjointWrappers, PartsOfRepeatedUnitsAreTrained) {
+  for (const bool narrow : {false, true}) {
+    for (const bool draws : {false, true}) {
+      run_ranks(4, [&](World& world) {
+        const Mesh mesh(world, {{"dp_shard", 2}, {"tp", 2}});
+        EvenPair pair;
+        {
+          const at::NoGradGuard no_grad;
+          for (const at::Tensor& parameter : pair->up->parameters()) parameter.narrow(0, 4, 4).copy_(parameter.narrow(0, 0, 4));
+          pair->down->weight.narrow(1, 4, 4).copy_(pair->down->weight.narrow(1, 0, 4));
+        }
+        nn::assign_paths(*pair);
+        const auto tensor = parallelize_module(*pair, mesh["tp"], {{"up", ColumnParallel{}}, {"down", RowParallel{}}});
+        for (const at::Tensor& parameter : pair->parameters()) {
+          if (draws) parameter.detach().copy_(random_tensor(parameter.sizes().vec(), "drawn"));
+        }
+        const auto sharded = fully_shard(*pair, mesh["dp_shard"], {.param_dtype = narrow ? std::optional(at::kBFloat16) : std::nullopt});
+        const auto pass = [&] { pair(random_tensor({3, 4}, "x")).sum().backward(); };
+        pass();
+        if (draws) {
+          EXPECT_THAT(refusal(pass), HasSubstr("all other parts have the same values on every rank of tp"));
+        } else {
+          for (int more = 0; more < 7; ++more) EXPECT_NO_THROW(pass());
+        }
+      });
+    }
+  }
+}
+
 /// A trunk that is in two wrapped modules is clipped and updated once, by the newer one's gradient.
 TEST(DisjointWrappers, WhatIsInTwoIsUpdatedOnce) {
   struct Head : torch::nn::Module {

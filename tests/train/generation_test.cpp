@@ -7,6 +7,8 @@
 
 #include <gmock/gmock.h>
 
+#include "tessera/checkpoint/convert.h"
+#include "tessera/checkpoint/peft.h"
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
@@ -14,6 +16,7 @@
 #include "tessera/mesh/roles.h"
 #include "tessera/models/kv_cache.h"
 #include "tessera/models/parallel_plans.h"
+#include "tessera/nn/adapter_names.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/meta.h"
 #include "tessera/train/evaluate.h"
@@ -36,9 +39,9 @@ const std::string kBySequence = "tensor.sequence_parallel=true";
 
 class Reading : public testing_support::TrainFixture {
  protected:
-  /// Trains on `ranks` ranks and leaves a checkpoint.
-  void train_and_save(const std::string& family, int ranks, Sets sets) const {
-    sets.insert(sets.end(), {"checkpoint.dir=" + checkpoints(), "run.steps=20", "run.threads=1", "batch.global_size=4", "batch.micro_size=1"});
+  /// Trains on `ranks` ranks and leaves a checkpoint in checkpoints(), or a folder of that name.
+  void train_and_save(const std::string& family, int ranks, Sets sets, const std::string& into = "checkpoints") const {
+    sets.insert(sets.end(), {"checkpoint.dir=" + (folder_ / into).string(), "run.steps=20", "run.threads=1", "batch.global_size=4", "batch.micro_size=1"});
     const Config settings = config(family, sets);
     comm::run_ranks(ranks, [&](comm::World& world) {
       validate(settings, world.size());
@@ -46,9 +49,9 @@ class Reading : public testing_support::TrainFixture {
     });
   }
   std::string checkpoints() const { return (folder_ / "checkpoints").string(); }
-  FoundModel found(Sets sets = {}) const {
+  FoundModel found(Sets sets = {}, const std::string& in = "checkpoints") const {
     sets.insert(sets.end(), {"run.threads=1", "data.cache_dir=" + (folder_ / "cache").string()});
-    return find_model({.from_hf = {}, .checkpoint = checkpoints()}, sets);
+    return find_model({.from_hf = {}, .checkpoint = folder_ / in}, sets);
   }
 
   struct Read {
@@ -410,6 +413,56 @@ TEST_F(Reading, WeightsAreWidenedFromTheirMasters) {
   at::Tensor expected = of_state(*held, "optimizer.master.");
   expected[0] = 12;
   EXPECT_TRUE(at::equal(held->tensor, expected)) << held->tensor;
+}
+
+/// By checkpoint.partial: adapters are those of lora.from_peft, weights those of model.from_hf, or drawn with the run's seed, in any layout.
+TEST_F(Reading, WhatACheckpointLacksBeginsAsInARunThatGoesOn) {
+  const std::string adapted = "lora.modules=layers.*.attention.*", lacks = "checkpoint.partial=[\"**.lora_a\", \"**.lora_b\", \"norm.weight\"]";
+  const auto folder = [&](const char* name) { return (folder_ / name).string(); };
+  train_and_save("llama", 1, {"model.kv_heads=2", "model.layers=3"});
+  train_and_save("llama", 1, {"model.kv_heads=2", "model.layers=3", "optim.lr=1e-30", "optim.weight_decay=0"}, "drawn");
+  train_and_save("llama", 1, {"model.kv_heads=2", "model.layers=3", adapted, "optim.lr=0.1"}, "adapted");
+  const FoundModel of_adapter = found({}, "adapted");
+  checkpoint::export_peft(of_adapter.checkpoint->folder, of_adapter.config.model, of_adapter.config.lora, folder("adapter"));
+  const FoundModel base = found();
+  checkpoint::export_hugging_face(base.checkpoint->folder, base.config.model, folder("hf"));
+
+  const auto without = [](FoundModel model, const std::string& parameter) {
+    model.checkpoint->manifest.tensors.erase("model." + parameter);
+    return model;
+  };
+  const std::string w1 = "layers.1.feed_forward.w1.weight";
+  const Sets beside{adapted, lacks, "lora.from_peft=" + folder("adapter")};
+  for (const auto& [ranks, layout] : std::vector<std::pair<int, Sets>>{{1, {}}, {2, {"mesh.tp=2"}}, {3, {"mesh.pp=3"}}, {2, {"offload.params=host"}}}) {
+    SCOPED_TRACE(std::to_string(ranks) + " ranks " + (layout.empty() ? "" : layout.front()));
+    const auto in_layout = [&](Sets sets) {
+      sets.insert(sets.end(), layout.begin(), layout.end());
+      return sets;
+    };
+    Sets from_hf = beside;
+    from_hf.push_back("model.from_hf=" + folder("hf"));
+    const FoundModel all = found(in_layout(beside)), gone = without(found(in_layout(from_hf)), "norm.weight");
+    const FoundModel trained = found(layout), adapters = found(layout, "adapted"), drawn = found(in_layout({"checkpoint.partial=[\"" + w1 + "\"]"}), "drawn");
+    comm::run_ranks(ranks, [&](comm::World& world) {
+      RankScope scope(all.config, world.local_size());
+      const Mesh mesh(world, mesh_shape(all.config.mesh, 0, ranks));
+      const auto tensors = [&](const FoundModel& model) {
+        std::map<std::string, at::Tensor> named;
+        for (auto& held : checkpoint::model_targets(*load_model(model, reading_groups(model.config, mesh)).model)) named[held.slice.name] = held.tensor;
+        return named;
+      };
+      const auto weights = tensors(trained), of_peft = tensors(adapters);
+      for (const FoundModel& model : {all, gone}) {
+        for (const auto& [name, tensor] : tensors(model)) EXPECT_TRUE(at::equal(tensor, (nn::is_adapter(name) ? of_peft : weights).at(name))) << name;
+      }
+      for (const auto& [name, tensor] : tensors(without(drawn, w1))) EXPECT_TRUE(at::equal(tensor, tensors(drawn).at(name)));
+    });
+  }
+  Sets nowhere = beside;
+  nowhere.push_back("model.from_hf=/nowhere");
+  EXPECT_NO_THROW(load_model(found(nowhere))) << "of which nothing is read";
+  EXPECT_THAT(refusal([&] { load_model(without(found(nowhere), "norm.weight")); }), HasSubstr("model.from_hf = /nowhere"));
+  EXPECT_THAT(refusal([&] { load_model(found({adapted, lacks, "lora.from_peft=/nowhere"})); }), HasSubstr("lora.from_peft = /nowhere"));
 }
 
 TEST_F(Reading, WhatReadingHasNoUseForIsRefused) {

@@ -1,9 +1,14 @@
 #include "tessera/train/reading.h"
 
+#include <ATen/ops/full.h>
 #include <gmock/gmock.h>
 
 #include "tessera/checkpoint/agreement.h"
+#include "tessera/checkpoint/safetensors.h"
 #include "tessera/comm/meeting/disagreement.h"
+#include "tessera/nn/meta.h"
+#include "tessera/nn/parameter.h"
+#include "tessera/train/adapters.h"
 #include "tessera/train/inputs.h"
 #include "tests/refusal.h"
 #include "tests/train/resume_fixture.h"
@@ -23,11 +28,20 @@ class FoundModels : public testing_support::TrainFixture {
     trained.data.tokenizer = saved;
     FoundCheckpoint checkpoint{.folder = "/ckpt/step-00000002", .manifest = {}, .config = config("llama")};
     checkpoint.manifest.step = 2;
-    checkpoint.manifest.run.run = "abc";
+    checkpoint.manifest.run.run = "abc", checkpoint.manifest.run.start = "def";
     checkpoint.manifest.progress = {{"config", to_toml(trained)}};
     checkpoint.manifest.agreement = checkpoint::agreement_of(trained, {{"tokenizer", fingerprint}});
     checkpoint.remarks = {"passing over another"};
     return {.config = config("llama"), .checkpoint = checkpoint};
+  }
+  /// Trained with `trained`, and read with `sets` over that.
+  FoundModel found_of(const std::string& family, const std::vector<std::string>& trained, const std::vector<std::string>& sets) const {
+    FoundModel model = found(byte_);
+    const Config saved = config(family, trained);
+    model.checkpoint->manifest.progress["config"] = to_toml(saved);
+    model.checkpoint->manifest.agreement = checkpoint::agreement_of(saved, {{"tokenizer", byte_}});
+    model.config = trained_config(*model.checkpoint, sets);
+    return model;
   }
   const std::string byte_ = data::Tokenizer::load("byte")->fingerprint();
 };
@@ -49,11 +63,52 @@ TEST_F(FoundModels, SaysWhatWasPassedOverAndWhatHasNoEffect) {
   FoundModel wrong = found(byte_);
   wrong.config.optim.lr = -1;
   EXPECT_THAT(testing_support::refusal([&] { reading_remarks(wrong, {"optim.lr=-1"}); }), HasSubstr("optim.lr = -1"));
-  FoundModel mixture = found(byte_);
-  mixture.config = config("mixtral", {"moe.capacity_factor=0.01"});
-  EXPECT_THAT(reading_remarks(mixture, {"moe.capacity_factor=0.01"}), testing::Contains(HasSubstr("has no effect"))) << "a batch in training is not read";
-  mixture.config.moe.capacity_factor = -1;
-  EXPECT_THAT(testing_support::refusal([&] { reading_remarks(mixture, {"moe.capacity_factor=-1"}); }), HasSubstr("moe.capacity_factor = -1"));
+  const auto of_mixture = [&](const std::string& set) { return reading_remarks(found_of("mixtral", {}, {set}), {set}); };
+  EXPECT_THAT(of_mixture("moe.capacity_factor=0.01"), testing::Contains(HasSubstr("has no effect"))) << "a batch in training is not read";
+  EXPECT_THAT(testing_support::refusal([&] { of_mixture("moe.capacity_factor=-1"); }), HasSubstr("moe.capacity_factor = -1"));
+}
+
+/// What is read need be nothing that could be trained, beside which values of what is not are looked at.
+TEST_F(FoundModels, WhatHasNoEffectIsHeldAgainstARunAndNotAgainstWhatIsRead) {
+  const std::vector<std::string> scaled{"precision.compute=fp16", "precision.loss_scale=1024"}, idle{"batch.micro_size=7"};
+  const auto said = [&](const std::vector<std::string>& trained, std::vector<std::string> sets) {
+    return reading_remarks(found_of("llama", trained, sets), sets);
+  };
+  const auto has_none = testing::Contains(HasSubstr("batch.micro_size = 7: has no effect"));
+  EXPECT_THAT(said(scaled, {"precision.compute=fp32", "batch.micro_size=7"}), has_none);
+  EXPECT_THAT(said({}, {"quantize.modules=layers.*.attention.*", "batch.micro_size=7"}), has_none);
+  EXPECT_THAT(said({}, {scaled[0], scaled[1]}), testing::Contains(HasSubstr("precision.loss_scale = 1024: has no effect"))) << "beside what is read";
+  EXPECT_THAT(testing_support::refusal([&] { said(scaled, {"precision.compute=fp32", "optim.lr=-1"}); }), HasSubstr("optim.lr = -1"));
+}
+
+TEST_F(FoundModels, SaysWhatBeginsAnewAndWhichFoldersNobodyReads) {
+  const std::string adapted = "lora.modules=layers.*.attention.*", partial = "checkpoint.partial=[\"**.lora_a\", \"**.lora_b\"]", peft = "lora.from_peft=/a";
+  const auto said = [&](const std::vector<std::string>& trained, const std::vector<std::string>& sets) {
+    FoundModel model = found_of("llama", trained, sets);
+    const Config saved = config("llama", trained);
+    const auto held = on_meta([&] { return make_model(saved.model); });
+    const Attachment adapters = add_adapters(saved, *held);
+    for (const auto& each : nn::unique_parameters(*held)) model.checkpoint->manifest.tensors["model." + each.name].shape = each.tensor.sizes().vec();
+    return reading_remarks(model, sets);
+  };
+  const auto unread = [](const char* key) { return testing::AllOf(HasSubstr(key), HasSubstr("not read")); };
+  EXPECT_THAT(said({}, {adapted, partial, peft}), testing::AllOf(testing::Contains(HasSubstr("begin anew (layers.0.attention.wq.lora_a, ")),
+                                                                 testing::Not(testing::Contains(unread("lora.from_peft")))));
+  EXPECT_THAT(said({adapted}, {peft}), ElementsAre("passing over another", unread("lora.from_peft = /a")));
+  EXPECT_THAT(said({adapted}, {partial, peft}), testing::Contains(unread("lora.from_peft = /a"))) << "what fits is loaded all the same";
+  EXPECT_THAT(said({adapted, peft}, {}), ElementsAre("passing over another")) << "named by the run that trained it";
+  EXPECT_THAT(said({}, {peft}), testing::Contains("lora.from_peft = /a: has no effect without lora.modules"));
+  EXPECT_THAT(said({}, {"model.from_hf=/a"}), ElementsAre("passing over another", unread("model.from_hf = /a: the weights are those of /ckpt/step-00000002")));
+  EXPECT_THAT(reading_remarks({.config = config("llama", {peft}), .checkpoint = {}}, {peft}), ElementsAre(HasSubstr("has no effect without lora.modules")));
+}
+
+/// Whatever else is set, as it has no effect.
+TEST_F(FoundModels, APassHasTheWindowsOfThoseThatTrainedExpertsThatChoose) {
+  const auto windows = [&](const char* router) {
+    return windows_of_a_pass(found_of("mixtral", {std::string("model.router=") + router, "batch.micro_size=7"}, {"batch.micro_size=2"}));
+  };
+  EXPECT_EQ(windows("expert_choice"), 7);
+  EXPECT_EQ(windows("softmax"), 1);
 }
 
 TEST_F(FoundModels, SaysWhatMakesAnotherModelOfTheSameWeights) {
@@ -78,10 +133,34 @@ TEST_F(FoundModels, SaysWhatMakesAnotherModelOfTheSameWeights) {
 
 TEST_F(FoundModels, TellsCheckpointsApart) {
   const FoundTokenizer text = find_tokenizer(found(byte_), "");
-  EXPECT_THAT(reading_settings(found(byte_), text), testing::Contains(std::pair<std::string, std::string>("--checkpoint", "step 2 of run abc")));
+  EXPECT_THAT(reading_settings(found(byte_), text), testing::Contains(std::pair<std::string, std::string>("--checkpoint", "step 2 of run abc, start def")));
   FoundTokenizer begins = find_tokenizer(found(byte_), "");
   begins.bos = true;
   EXPECT_TRUE(comm::disagreement({reading_settings(found(byte_), text), reading_settings(found(byte_), begins)})) << "data.bos, as files say it";
+  FoundModel fork = found(byte_);
+  fork.checkpoint->manifest.run.start = "ghi";
+  EXPECT_TRUE(comm::disagreement({reading_settings(found(byte_), text), reading_settings(fork, text)})) << "of one run, and gone on from twice";
+}
+
+TEST_F(FoundModels, TellsWhatBeginsBesideThemAndHowStagesAreSteppedThrough) {
+  const FoundTokenizer text = find_tokenizer(found(byte_), "");
+  const auto adapter = [&](const char* name) {
+    std::filesystem::create_directories(folder_ / name);
+    checkpoint::SafetensorsWriter file(folder_ / name / "adapter_model.safetensors", {{"w", at::kFloat, {2}}});
+    file.write(at::full({2}, static_cast<double>(name[0])));
+    file.finish();
+    return "lora.from_peft=" + (folder_ / name).string();
+  };
+  const std::string a = adapter("a"), b = adapter("b"), modules = "lora.modules=layers.*.attention.*";
+  const auto of = [&](const std::vector<std::string>& sets) { return reading_settings(found_of("llama", {}, sets), text); };
+  const auto differ = [&](std::vector<std::string> sets, const std::string& one, const std::string& other) {
+    auto others = sets;
+    sets.push_back(one), others.push_back(other);
+    return comm::disagreement({of(sets), of(others)}).value_or("");
+  };
+  EXPECT_THAT(differ({modules, "checkpoint.partial=[\"**.lora_*\"]"}, a, b), HasSubstr("lora.from_peft = content "));
+  EXPECT_EQ(differ({modules}, a, b), "") << "which nobody reads";
+  EXPECT_THAT(differ({"mesh.pp=2"}, "pipeline.schedule=1f1b", "pipeline.schedule=gpipe"), HasSubstr("pipeline.schedule = 1f1b on rank 0, gpipe on rank 1"));
 }
 
 using ResumedRuns = testing_support::ResumeFixture;

@@ -12,6 +12,7 @@
 #include "tessera/core/format.h"
 #include "tessera/data_parallel/distributed_data_parallel.h"
 #include "tessera/data_parallel/power_sgd.h"
+#include "tessera/mesh/roles.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/train/compose.h"
 #include "tessera/train/hook_state.h"
@@ -391,32 +392,36 @@ TEST_F(Runs, AnotherScheduleIsAChange) {
   EXPECT_THAT(said("/mine.csv"), ElementsAre(HasSubstr("pipeline.schedule = /mine.csv (was 1f1b)")));
 }
 
+/// A checkpoint of a run of so many ranks, as far as its files say it.
+ResumePoint saved_by(const Config& config, int ranks) {
+  ResumePoint point{.folder = "saved", .manifest = {}};
+  point.manifest.progress = progress_json(config, {}, {}, {}, data_ranks(config, ranks));
+  point.manifest.files[detail::concat("rank-00000-of-", ranks, ".safetensors")] = 1;
+  return point;
+}
+
 /// Whose updates are of the micro-batches that all data ranks have at a time.
 TEST_F(Runs, AnUpdateOfOtherSamplesIsAChange) {
   const auto of = [&](const std::string& schedule, const std::string& micro_size) {
     return settings(ddp2_, {"mesh.pp=2", "pipeline.schedule=" + schedule, "batch.global_size=16", "batch.micro_size=" + micro_size});
   };
   const auto said = [&](const std::string& schedule, const std::string& micro_size, int ranks, int per_update = 0) {
-    ResumePoint point{.folder = "saved", .manifest = {}};
-    point.manifest.progress = progress_json(of(schedule, "1"), {}, {}, {}, 4);
     Config now = of(schedule, micro_size);
     now.pipeline.per_update = per_update;
-    return other_update(point, now, ranks);
+    return other_update(saved_by(of(schedule, "1"), 8), now, 2 * ranks);
   };
   for (const std::string schedule : {"1f1b", "pipedream", "pipedream_2bw"}) {
     EXPECT_EQ(said(schedule, "1", 4), "");
     EXPECT_EQ(said(schedule, "2", 2), "") << schedule << " of as many samples";
   }
   EXPECT_EQ(said("1f1b", "1", 2), "");
+  const auto with = [&](const std::string& schedule, MeshConfig mesh) {
+    Config config = of(schedule, "1");
+    config.mesh = std::move(mesh);
+    return config;
+  };
   const auto over_stages = [&](int before, int now) {
-    ResumePoint point{.folder = "saved", .manifest = {}};
-    const auto with = [&](int pp) {
-      Config config = of("pipedream", "1");
-      config.mesh.pp = pp;
-      return config;
-    };
-    point.manifest.progress = progress_json(with(before), {}, {}, {}, 2);
-    return other_update(point, with(now), 2);
+    return other_update(saved_by(with("pipedream", {.pp = before}), 2 * before), with("pipedream", {.pp = now}), 2 * now);
   };
   EXPECT_EQ(over_stages(1, 1), "") << "a schedule of one stage means nothing";
   EXPECT_THAT(over_stages(1, 2), HasSubstr("an update sums 2 samples on 2 data ranks, and summed 16 where saved was saved"));
@@ -425,6 +430,15 @@ TEST_F(Runs, AnUpdateOfOtherSamplesIsAChange) {
   EXPECT_THAT(said("pipedream_2bw", "1", 2), HasSubstr("an update sums 4 samples on 2 data ranks, and summed 8"));
   EXPECT_EQ(said("pipedream_2bw", "1", 2, 4), "");
   EXPECT_THAT(said("pipedream_2bw", "4", 4), HasSubstr("an update sums 16 samples on 4 data ranks, and summed 8")) << "of one micro-batch, which is all";
+  // Sizes that take what is left are those that it comes to; ranks of mesh.cp have the same samples.
+  const auto over_mesh = [&](MeshConfig before, int saved_on, MeshConfig now, int ranks) {
+    return other_update(saved_by(with("pipedream_2bw", std::move(before)), saved_on), with("pipedream_2bw", std::move(now)), ranks);
+  };
+  EXPECT_EQ(over_mesh({.pp = 2}, 2, {.pp = -1}, 2), "");
+  EXPECT_EQ(over_mesh({.pp = -1}, 2, {.pp = 2}, 2), "");
+  EXPECT_THAT(over_mesh({.pp = -1}, 2, {.pp = -1}, 3), HasSubstr("an update sums 3 samples on 1 data ranks, and summed 2"));
+  EXPECT_EQ(over_mesh({.pp = 2}, 2, {.pp = 2, .cp = 3}, 6), "");
+  EXPECT_THAT(over_mesh({.dp_replicate = 2, .pp = 2}, 4, {.pp = 2, .cp = 2}, 4), HasSubstr("an update sums 2 samples on 1 data ranks, and summed 4"));
 }
 
 /// What the whole run says.
@@ -587,7 +601,7 @@ TEST_F(Runs, APartialLoadSaysWhatBeginsAnewAndIsReplayedWhereNothingDoes) {
   EXPECT_THAT(said("d", "3", "layers.2.**"), AllOf(Not(HasSubstr("begin anew")), Not(HasSubstr("not replayed")), HasSubstr("replays bit for bit")));
   EXPECT_THAT(said("e", "3", "layers.2.**", {"model.rope_theta=500"}),
               AllOf(Not(HasSubstr("begin anew")), HasSubstr("not replayed, as by checkpoint.partial it goes on with another model.rope_theta")));
-  const PartialLoad found = partial_load({.folder = at("a", 2), .manifest = checkpoint::read_manifest(at("a", 2))}, settings(ddp2_, {"model.layers=2"}));
+  const PartialLoad found = partial_load(checkpoint::read_manifest(at("a", 2)), settings(ddp2_, {"model.layers=2"}));
   EXPECT_EQ(found.unread.size(), 9U);
   EXPECT_THAT(found.fresh, IsEmpty());
 }
@@ -607,12 +621,12 @@ TEST_F(Runs, APartialLoadSaysWhatBeginsAnewOfBuffers) {
   };
   const Config named = goes_on("**.router.bias");
   const auto inputs = open_inputs(named);
-  EXPECT_THAT(partial_load(*inputs.resume, named).fresh, ElementsAre("layers.0.feed_forward.router.bias", "layers.1.feed_forward.router.bias"));
+  EXPECT_THAT(partial_load(inputs.resume->manifest, named).fresh, ElementsAre("layers.0.feed_forward.router.bias", "layers.1.feed_forward.router.bias"));
   EXPECT_THAT(changes_since(*inputs.resume, named), Contains(HasSubstr("begin anew (layers.0.feed_forward.router.bias, ")));
   EXPECT_THAT([&] { open_inputs(goes_on("**.router.biases")); }, ThrowsMessage<ConfigError>(HasSubstr("no parameter or buffer of the model")));
   auto steered = checkpoint::read_manifest(folder_ / "softmax" / step_name(2));
   steered.tensors["buffer.layers.0.feed_forward.router.bias"] = steered.tensors.at("model.norm.weight");
-  const PartialLoad back = partial_load({.folder = "", .manifest = steered}, from);
+  const PartialLoad back = partial_load(steered, from);
   EXPECT_THAT(back.fresh, IsEmpty());
   EXPECT_THAT(back.unread, ElementsAre("layers.0.feed_forward.router.bias"));
 }

@@ -123,7 +123,7 @@ TEST(StaleUnits, InEvaluationModeOurOptimizersUpdateSlicesToo) {
 /// made, whether it writes by operators, reads first, or goes by pointers. "masters": of
 /// 16-bit weights; "gathered": in 16 bits.
 TEST(StaleUnits, AnOptimizerEndsAForwardThatIsOnlyLookedAt) {
-  enum class Look { Never, BeforeTheOptimizer, BeforeEachUpdate };
+  enum class Look { Never, BeforeTheOptimizer, BeforeTheOptimizerUnrecorded, BeforeEachUpdate };
   for (const std::string name : {"adamw", "sgd", "lion", "adafactor", "muon", "adam8bit", "bf16 lion", "gathered adamw", "gathered sgd", "masters adamw",
                                  "masters sgd", "masters lion"}) {
     const auto trained = [&](int ranks, Look look) {
@@ -142,7 +142,10 @@ TEST(StaleUnits, AnOptimizerEndsAForwardThatIsOnlyLookedAt) {
         const bool narrow = masters || options.param_dtype;
         const auto typed = [&](const Batch& batch) { return narrow ? Batch{batch.x.to(at::kBFloat16), batch.y} : batch; };
         at::Tensor looked_at;
-        if (look == Look::BeforeTheOptimizer) looked_at = net(typed(whole_batch(samples, 0)).x);
+        if (look == Look::BeforeTheOptimizer || look == Look::BeforeTheOptimizerUnrecorded) {
+          const at::AutoGradMode recorded(look == Look::BeforeTheOptimizer);
+          looked_at = net(typed(whole_batch(samples, 0)).x);
+        }
         precision::Policy policy;
         if (masters) policy = precision::policy_from({.params = "bf16", .compute = "bf16", .master = "fp32"});
         const auto optimizer = precision::make_optimizer(config, policy, 3, nn::unique_parameters(*net), optim::whole_model(*net, *sharded));
@@ -165,7 +168,8 @@ TEST(StaleUnits, AnOptimizerEndsAForwardThatIsOnlyLookedAt) {
       const auto unseen = trained(ranks, Look::Never);
       for (size_t i = 0; i < one.size(); ++i)
         EXPECT_NEAR(unseen[i], one[i], (name.starts_with("masters") || name.starts_with("gathered") ? 1e-2 : 1e-5) * one[i]) << name;
-      for (const Look look : {Look::BeforeTheOptimizer, Look::BeforeEachUpdate}) EXPECT_EQ(trained(ranks, look), unseen) << name << " on " << ranks;
+      for (const Look look : {Look::BeforeTheOptimizer, Look::BeforeTheOptimizerUnrecorded, Look::BeforeEachUpdate})
+        EXPECT_EQ(trained(ranks, look), unseen) << name << " on " << ranks;
     }
   }
 }

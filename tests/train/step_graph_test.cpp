@@ -3,6 +3,8 @@
 
 #include "tessera/train/step_graph.h"
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gmock/gmock.h>
 
 #include "tessera/core/error.h"
@@ -124,6 +126,41 @@ TEST_F(StepGraphs, AreRefusedWhereAStepCannotBeCaptured) {
   EXPECT_THAT(refusal({"zero.stage=3", "offload.params=host", "offload.gradients=host", "offload.optimizer=host"}), HasSubstr("run.graph = true with offload"));
   EXPECT_THAT(refusal({"offload.activations=host"}), HasSubstr("run.graph = true with offload"));
   EXPECT_THAT(refusal({"lora.modules=[\"layers.*.w1\"]"}), HasSubstr("run.graph = true with lora.modules"));
+}
+
+/// A job goes on without a lost peer, and a report explains what did not fit: neither is a refusal of run.graph.
+TEST_F(StepGraphs, WhatFailsInACaptureStaysTheErrorThatItIs) {
+  if (testing_support::test_device().is_cpu()) GTEST_SKIP() << "a CPU has no graphs";
+  comm::run_ranks(1, [&](comm::World&) {
+    const at::Device device = testing_support::test_device();
+    RankScope scope(graphed({}), 1);
+    const c10::StreamGuard stream(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));  // a default one cannot be captured
+    const auto captured = [&](const std::function<void()>& fail) {
+      StepGraph graph(device, scope.memory());
+      int steps = 0;
+      const auto passes = [&](const data::StepBatch&) {
+        if (steps++ == StepGraph::kWarmUp) fail();
+        return StepGraph::Result{};
+      };
+      for (int step = 0; step < StepGraph::kWarmUp; ++step) graph.run({}, {}, passes);
+      graph.run({}, {}, passes);
+    };
+    const auto error_of = [&]<class E>(const std::function<void()>& fail) -> std::string {
+      try {
+        captured(fail);
+      } catch (const E& error) {
+        return typeid(error) == typeid(E) ? error.what() : "of another kind";
+      }
+      return "none";
+    };
+    EXPECT_THAT(error_of.operator()<CommError>([] { throw CommError("rank 1 is lost"); }),
+                AllOf(HasSubstr("rank 1 is lost; "), HasSubstr("set run.graph = false")));
+    EXPECT_EQ(error_of.operator()<InternalError>([] { invariant(false, "odd"); }), "internal error: odd");
+    EXPECT_THAT(error_of.operator()<c10::OutOfMemoryError>([] { TORCH_CHECK_WITH(OutOfMemoryError, false, "no more"); }), HasSubstr("no more"));
+    EXPECT_THAT(error_of.operator()<ConfigError>([] { TORCH_CHECK(false, "not while a stream captures"); }),
+                HasSubstr("cannot be captured: not while a stream"));
+    EXPECT_EQ(at::ones({1}).item<float>(), 1) << "the stream captures no more";
+  });
 }
 
 TEST_F(StepGraphs, ACpuHasNone) {

@@ -229,6 +229,32 @@ TEST(TwoDimensions, TermsOfUnevenCutsMeetAtTheirPlaces) {
   }
 }
 
+/// Rows that tensor parallelism has cut are not whole in a slice.
+TEST(TwoDimensions, NormsOfRowsThatAreCutAreRefused) {
+  const Batch batch = batches(1).front();
+  Net whole = tessera::on_meta([] { return Net(); });
+  tessera::materialize(whole, 1);
+  whole(batch.ids, batch.labels).backward();
+  for (const auto& [ranks, tp] : {std::pair(4, 2), {6, 3}}) {
+    run_ranks(ranks, [&, ranks = ranks, tp = tp](World& world) {
+      const tessera::Mesh mesh(world, {{"dp", ranks / tp}, {"tp", tp}});
+      Net model = tessera::on_meta([] { return Net(); });
+      const auto parallel = tessera::parallelize_module(model, mesh["tp"], net_plan());
+      const auto sharded = tessera::fully_shard(model, mesh["dp"]);
+      tessera::materialize(model, 1);
+      const auto [begin, rows] = tessera::chunk(4, ranks / tp, mesh.rank("dp"));
+      model(batch.ids.narrow(0, begin, rows), batch.labels.narrow(0, begin, rows)).backward();
+      tessera::nn::sum_terms(parallel->group(), sharded->updated());
+      const at::Tensor up = model->layer1->up->weight, down = model->layer1->down->weight;
+      for (const int64_t dim : {1, -1}) {
+        EXPECT_THAT(tessera::testing_support::refusal([&] { (void)down.grad().norm(2, dim, true); }), HasSubstr("a norm of slices"));
+        const at::Tensor of_whole = tessera::take(whole->layer1->up->weight.grad(), tessera::nn::slice_of(up)).norm(2, dim, true);
+        EXPECT_TRUE(at::allclose(up.grad().norm(2, dim, true), of_whole, 1e-4, 1e-6));
+      }
+    });
+  }
+}
+
 /// One call, whatever wraps the model, or nothing: each element counts once, and every rank clips by the same norm.
 TEST(TwoDimensions, ClippingIsOneDevicesUnderEveryWrapper) {
   const Batch batch = batches(1).front();

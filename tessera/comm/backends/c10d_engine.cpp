@@ -4,6 +4,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "tessera/comm/backends/carried.h"
 #include "tessera/comm/backends/extremum.h"
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
@@ -21,7 +22,7 @@ c10d::ReduceOp reduce_op(const Call& call) {
 Work C10dEngine::start(const Call& call) {
   last_.store(call.op, std::memory_order_relaxed);
   asked_.fetch_add(1, std::memory_order_relaxed);
-  Work work = is_extremum(call) ? ask_in_order(call) : ask(call);
+  Work work = is_extremum(call) ? ask_in_order(call) : ask(runs_on_streams() ? carried_by_nccl(call) : call);
   return work ? work : completed_work();
 }
 

@@ -5,21 +5,14 @@
 
 namespace tessera::comm {
 
-/// Gives variables of the environment a value while something that reads them is made, and takes it back: what is made later, or by the program itself, finds
-/// its own. One that is set already, by any of its names, is left alone. Not for use while other threads read the environment.
-class EnvironmentDefaults {
- public:
-  struct Default {
-    std::vector<std::string> names;  ///< the one to set first, then older ones
-    std::string value;
-  };
-  explicit EnvironmentDefaults(const std::vector<Default>& defaults);
-  ~EnvironmentDefaults();
-  EnvironmentDefaults(const EnvironmentDefaults&) = delete;
-  EnvironmentDefaults& operator=(const EnvironmentDefaults&) = delete;
-
- private:
-  std::vector<std::string> set_;
+/// A variable of the environment by its names, the one to set first, then older ones.
+struct EnvironmentDefault {
+  std::vector<std::string> names;
+  std::string value;
 };
+
+/// Gives variables a value, for the life of the process. One that is set already, by any of its names, is left alone. The environment has no lock: for once,
+/// before there is what reads them.
+void set_environment_defaults(const std::vector<EnvironmentDefault>& defaults);
 
 }  // namespace tessera::comm

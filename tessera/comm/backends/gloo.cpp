@@ -1,11 +1,9 @@
-#include <algorithm>
-#include <array>
-
 #include <net/if.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "tessera/comm/backends/c10d_engine.h"
+#include "tessera/comm/backends/carried.h"
 #include "tessera/comm/backends/extremum.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/backends/work_queue.h"
@@ -16,24 +14,6 @@
 
 namespace tessera::comm {
 namespace {
-
-// Gloo knows a few dtypes; what it only moves it may take for another type of the same width.
-at::Tensor as_carried(const at::Tensor& tensor) {
-  constexpr std::array kKnown{at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar, at::kByte, at::kBool, at::kInt, at::kLong};
-  if (std::ranges::find(kKnown, tensor.scalar_type()) != kKnown.end()) return tensor;
-  switch (tensor.element_size()) {
-    case 1:
-      return tensor.view(at::kByte);
-    case 2:
-      return tensor.view(at::kHalf);
-    case 4:
-      return tensor.view(at::kInt);
-    case 8:
-      return tensor.view(at::kLong);
-    default:
-      return at::view_as_real(tensor);
-  }
-}
 
 class GlooBackend : public c10d::ProcessGroupGloo {
  public:

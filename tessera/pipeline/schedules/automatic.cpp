@@ -157,13 +157,13 @@ class Best {
 
 }  // namespace
 
-Schedule automatic(int ranks, int micro_batches, const Costs& costs, const MemoryLimit& limit) {
-  detail::check_counts("zb_auto", ranks, micro_batches);
-  require_of("memory_limit", limit.micro_batches >= 1, "zb_auto: memory_limit = ", limit.micro_batches,
+Schedule automatic(int ranks, int micro_batches, const Costs& costs, const MemoryLimit& limit, const char* name) {
+  detail::check_counts(name, ranks, micro_batches);
+  require_of("memory_limit", limit.micro_batches >= 1, name, ": memory_limit = ", limit.micro_batches,
              ": a rank holds at least one micro-batch; take 1 or more");
-  require_of("kept", limit.kept > 0 && limit.kept <= 1, "zb_auto: kept = ", limit.kept, ": a share of a micro-batch's activations, more than 0 and at most 1");
+  require_of("kept", limit.kept > 0 && limit.kept <= 1, name, ": kept = ", limit.kept, ": a share of a micro-batch's activations, more than 0 and at most 1");
   for (const size_t stages : {costs.scale.size(), costs.stages.size()})
-    require(stages == 0 || stages == static_cast<size_t>(ranks), "zb_auto: costs of ", stages, " stages for ", ranks,
+    require(stages == 0 || stages == static_cast<size_t>(ranks), name, ": costs of ", stages, " stages for ", ranks,
             " ranks, which have one stage each; give costs of ", ranks, " stages, such as those of a run with pipeline.virtual_stages = 1");
   Best best(costs);
   if (limit.micro_batches >= std::min(ranks, micro_batches)) best.offer(zb_h1(ranks, micro_batches));
@@ -193,7 +193,7 @@ Schedule automatic(int ranks, int micro_batches, const Costs& costs, const Memor
     settle(policy.patience, {0.0, 0.5, 1.0});
   }
   Schedule schedule = best.schedule();
-  schedule.name = "zb_auto";
+  schedule.name = name;
   return schedule;
 }
 

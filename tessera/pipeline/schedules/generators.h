@@ -72,6 +72,7 @@ struct MemoryLimit {
 /// Made for measured costs and a limit of activations by list scheduling: the best of some hundred simulated orders by the span of the longest rank
 /// (arXiv:2401.10241, section 3; with limits of p and 2p it calls the results ZB-1p and ZB-2p). Never worse than ZB-H1 and ZB-H2 where the limit allows them.
 /// One stage a rank. Domain: a limit of at least 1, 0 < kept <= 1.
-Schedule automatic(int ranks, int micro_batches, const Costs& costs, const MemoryLimit& limit);
+/// Its name, and that of refusals, is `name`.
+Schedule automatic(int ranks, int micro_batches, const Costs& costs, const MemoryLimit& limit, const char* name = "zb_auto");
 
 }  // namespace tessera::schedules

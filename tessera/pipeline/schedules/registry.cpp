@@ -17,10 +17,7 @@ struct Maker {
 };
 
 Schedule automatic_within(const Request& request, const char* name, int limit) {
-  require(request.kept > 0 && request.kept <= 1, name, ": kept = ", request.kept, ": a share of a micro-batch's activations, more than 0 and at most 1");
-  Schedule schedule = automatic(request.ranks, request.micro_batches, request.costs, {.micro_batches = limit, .kept = request.kept});
-  schedule.name = name;
-  return schedule;
+  return automatic(request.ranks, request.micro_batches, request.costs, {.micro_batches = limit, .kept = request.kept}, name);
 }
 
 const std::vector<Maker>& makers() {

@@ -133,6 +133,35 @@ void KnownTensors::note_hooks(int value, const at::Tensor& tensor) {
   if (const auto node = tensor.grad_fn()) nodes_[node.get()] = {node, node->tensor_pre_hooks().size()};
 }
 
+namespace {
+/// By a node that gives it a term of its gradient, since another made its values anew.
+bool is_used(const Graph& graph, int value) {
+  for (int number = graph.size() - 1; number >= 0 && number != graph.values[static_cast<size_t>(value)].maker; --number) {
+    const Node& node = graph.nodes[static_cast<size_t>(number)];
+    if (std::ranges::find(node.rebased, value) != node.rebased.end()) return false;
+    bool takes = false, carries = false;
+    for_each_use(node, [&](int used) { takes |= used == value; });
+    for_each_result(node, [&](int made) { carries |= graph.values[static_cast<size_t>(made)].last_form().requires_grad; });
+    if (takes && carries) return true;
+  }
+  return false;
+}
+}  // namespace
+
+void KnownTensors::hooked_inside(const at::Tensor& tensor) {
+  const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (found == numbers_.end() || meta == nullptr || !meta->cpp_hooks_list_ || hooks_of(tensor) == hooks_.at(found->second)) return;
+  require(
+      !is_used(graph_, found->second), "pipeline: ", where_.text(),
+      " hooks a tensor that it was given (register_hook), and others were given it before: where these lie in another stage, the hook would be called with a "
+      "part of the gradient; give it a view of its own (h.view_as(h))");
+  const auto& list = meta->cpp_hooks_list_;
+  const bool is_first = lists_.insert_or_assign(list.get(), std::pair(list, list->size())).second;
+  const auto node = nodes_.find(tensor.grad_fn().get());
+  if (is_first && node != nodes_.end()) ++node->second.second;  // by one for the whole list
+}
+
 // Who has a hook may be gone: its list and its maker are not.
 void KnownTensors::check_hooks() const {
   const bool as_noted = std::ranges::all_of(lists_, [](const auto& item) { return item.second.first->size() == item.second.second; }) &&

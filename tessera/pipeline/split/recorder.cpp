@@ -155,8 +155,15 @@ class Recorder final : public nn::OperatorWatcher {
     for (const int value : touched) versions[value] = known_.version(value);
 
     our_own.reset();
+    const nn::Values given = inputs;
     nn::Values outputs = run_inside(node, std::move(inputs), next);
     our_own.emplace();
+    for (const c10::IValue& value : given) {
+      for_tensors(value, [this](const at::Tensor& tensor) {
+        known_.hooked_inside(tensor);
+        return tensor;
+      });
+    }
     for (const auto& [value, version] : versions) {
       if (known_.version(value) != version) add_write(node, value);
     }

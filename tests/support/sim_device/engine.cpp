@@ -8,6 +8,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "tessera/comm/backends/carried.h"
 #include "tessera/comm/backends/factory.h"
 #include "tessera/comm/engine.h"
 #include "tests/support/sim_device/aliases.h"
@@ -81,10 +82,13 @@ class SimEngine final : public comm::Engine {
       : bytes_(std::move(bytes)), stream_(c10::impl::VirtualGuardImpl(sim_type()).getNewStream(device)) {}
 
   std::string name() const override { return "simulated"; }
-  WorkInFlight start(const Call& call) override {
+  WorkInFlight start(const Call& given) override {
+    const Call call = comm::carried_by_nccl(given);
     for (const auto* list : {&call.inputs, &call.outputs}) {
-      for (const auto& tensor : *list)
+      for (const auto& tensor : *list) {
         TORCH_CHECK(tensor.device() == stream_.device(), "a group of ", stream_.device(), " was given a tensor on ", tensor.device());
+        TORCH_CHECK(comm::is_carried(tensor.scalar_type()), "Input tensor data type is not supported for NCCL process group: ", tensor.scalar_type());
+      }
     }
     auto& order = HappensBefore::get();
     const int stream = stream_number(stream_of(call));

@@ -132,9 +132,20 @@ Routines sim_routines() {
 
 constexpr int64_t kRow = 32;
 
+/// What CUDA's kernels refuse, in libtorch's words.
+void check_efficient(const at::Tensor& q, const at::Tensor& k) {
+  TORCH_CHECK(q.size(3) % 4 == 0 && k.size(3) % 4 == 0, "cutlassF: no kernel found to launch!");
+}
+void check_flash(const at::Tensor& q, const at::Tensor& k) {
+  TORCH_CHECK(q.size(3) % 8 == 0 && k.size(3) % 8 == 0, "FlashAttention: head_size must be a multiple of 8, this is ensured by padding!");
+  TORCH_CHECK(q.element_size() == 2, "FlashAttention only support fp16 and bf16 data type");
+  TORCH_CHECK(q.size(3) <= 256, "FlashAttention only supports head dimension at most 256");
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                                      const std::optional<at::Tensor>& bias, bool, double dropout, bool causal,
                                                                      std::optional<double> scale) {
+  check_efficient(q, k);
   auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, bias, scale);
   const at::Tensor padded = at::constant_pad_nd(sums, {0, (kRow - sums.size(2) % kRow) % kRow}, std::numeric_limits<double>::infinity());
   const at::Tensor none = at::zeros({}, q.options().dtype(at::kLong));
@@ -145,6 +156,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_backward(co
                                                                               const at::Tensor& v, const at::Tensor& bias, const at::Tensor& out,
                                                                               const at::Tensor& sums, const at::Tensor&, const at::Tensor&, double dropout,
                                                                               std::array<bool, 4>, bool causal, std::optional<double> scale) {
+  check_efficient(q, k);
   auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, sums.narrow(2, 0, q.size(2)).contiguous(), dropout, causal,
                                                                                bias.defined() ? std::optional(bias) : std::nullopt, scale);
   return {dq, dk, dv, at::Tensor()};
@@ -152,6 +164,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_backward(co
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor> flash(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool causal, bool, std::optional<double> scale) {
+  check_flash(q, k);
   auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, {}, scale);
   const at::Tensor none = at::zeros({}, q.options().dtype(at::kLong));
   return {out, sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), none, none, at::Tensor()};
@@ -161,6 +174,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(const at::Tensor& 
                                                               const at::Tensor& out, const at::Tensor& sums, const at::Tensor&, const at::Tensor&, c10::SymInt,
                                                               c10::SymInt, double dropout, bool causal, const at::Tensor&, const at::Tensor&,
                                                               std::optional<double> scale) {
+  check_flash(q, k);
+  TORCH_CHECK(q.size(2) > 0 && k.size(2) > 0, "CUDA error: invalid configuration argument");
   return at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, sums, dropout, causal, {}, scale);
 }
 

@@ -83,6 +83,22 @@ TEST_F(SimEngineTest, MovesWhatTheCpusEnginesMove) {
   for (const int ranks : {2, 3}) comm::run_ranks(ranks, move_everything);
 }
 
+TEST_F(SimEngineTest, MovesTypesThatNcclHasNotAndSumsComplexNumbers) {
+  comm::run_ranks(3, [](World& world) {
+    const int ranks = world.size(), rank = world.rank();
+    for (const auto dtype : {at::kShort, at::kUInt32, at::kComplexHalf, at::kComplexFloat, at::kComplexDouble}) {
+      const at::Tensor own = at::full({3}, static_cast<double>(rank), here()).to(dtype), all = at::empty({ranks, 3}, here().dtype(dtype));
+      all_gather(world.group(), all, own);
+      EXPECT_TRUE(at::equal(all.cpu().to(at::kComplexFloat).select(1, 2), at::arange(ranks).to(at::kComplexFloat))) << dtype;
+    }
+    const at::Tensor sum = at::full({2}, c10::complex<double>(1, rank), here().dtype(at::kComplexFloat)), part = at::empty({1}, sum.options());
+    all_reduce(world.group(), sum);
+    EXPECT_TRUE(at::equal(sum.cpu(), at::full({2}, c10::complex<double>(3, 3), at::kComplexFloat)));
+    reduce_scatter(world.group(), part, at::full({ranks}, c10::complex<double>(0, rank), sum.options()));
+    EXPECT_TRUE(at::equal(part.cpu(), at::full({1}, c10::complex<double>(0, 3), at::kComplexFloat)));
+  });
+}
+
 // gloo and shm alone: through pinned memory (comm/backends/staged.h).
 TEST_F(SimEngineTest, EnginesOfTheHostTakeDeviceTensors) {
   for (const std::string backend : {"gloo", "shm"}) comm::run_ranks(3, move_everything, {.backend = backend});
