@@ -22,6 +22,17 @@ class StagedWork : public c10d::Work {
     return std::all_of(stages_.begin() + static_cast<std::ptrdiff_t>(done_), stages_.end(), [](const WorkStage& stage) { return stage.work->isCompleted(); });
   }
 
+  bool isSuccess() const override {
+    return std::ranges::all_of(stages_, [](const WorkStage& stage) { return stage.work->isSuccess(); });
+  }
+
+  std::exception_ptr exception() const override {
+    for (const WorkStage& stage : stages_) {
+      if (auto error = stage.work->exception()) return error;
+    }
+    return nullptr;
+  }
+
   bool wait(std::chrono::milliseconds timeout) override {
     for (; done_ < stages_.size(); ++done_) {
       const auto& stage = stages_[done_];

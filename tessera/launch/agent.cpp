@@ -35,11 +35,14 @@ using Act = Step::Act;
 Clock::duration duration(double seconds) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)); }
 std::chrono::milliseconds milliseconds(double seconds) { return std::chrono::milliseconds(std::lround(seconds * 1000)); }
 
-/// Connecting takes a few seconds for each node that does not answer; requests in between may never end.
+/// Connecting takes some seconds where hosts do not answer; requests in between may never end.
 constexpr double most_s_to_connect = 30;
 
 /// Of waiting for other nodes or for their place, after which that is said.
 constexpr double tell_after_s = 5;
+
+/// Within which signals are one request: who ends all processes of a job may reach a launcher more than once.
+constexpr auto one_request = std::chrono::seconds(1);
 
 /// Time that passed while we ran: a pause of ours (SIGSTOP, a suspended machine) is no silence of others.
 class PatientClock {
@@ -63,13 +66,14 @@ class Agent {
       : options_(options), rules_(options.rendezvous.rules), rendezvous_(std::make_shared<Rendezvous>(options.rendezvous)) {
     self_.node = rendezvous_->node();
     rules_.place = rendezvous_->place();
+    rules_.run_id = options.rendezvous.run_id;
     connect();
   }
 
   int run() {
     while (true) {
       const auto signal = signals_.wait(wake_, milliseconds(options_.monitor_s));
-      if (signal && !self_.interrupted) interrupt(*signal);
+      if (signal) interrupt(*signal);
       look_after_workers();
       link_->post(self_.record);
       look_at_link();
@@ -88,10 +92,16 @@ class Agent {
     stuck_.restart();
   }
 
-  /// Our own ranks at once; the others hear of it from the next proposal.
+  /// Our own ranks at once; the others hear of it from the next proposal. Whoever asks again does not want to wait for the grace time.
   void interrupt(int signal) {
-    self_.interrupted = signal;
-    if (watch_) watch_->stop(signal, duration(options_.grace_s), Clock::now());
+    const Clock::time_point now = Clock::now();
+    const bool again = self_.interrupted.has_value();
+    if (again && now - interrupted_at_ <= one_request) return;
+    if (!again) {
+      self_.interrupted = signal;
+      interrupted_at_ = now;
+    }
+    if (watch_) watch_->stop(signal, again ? Clock::duration{} : duration(options_.grace_s), now);
   }
 
   void look_after_workers() {
@@ -149,6 +159,7 @@ class Agent {
     rules_.place = place;
     const Round& round = view_->round;
     tell_who_is_missing(round);
+    tell_who_has_the_places(round);
     if (round.phase != Phase::Running || round.number == told_number_) return;
     told_number_ = round.number;
     if (!options_.talkative) return;
@@ -164,6 +175,13 @@ class Agent {
     const std::string missing = missing_nodes(round, rules_);
     told_who_is_missing_ = !missing.empty();
     if (told_who_is_missing_) log().info("{}", missing);
+  }
+
+  void tell_who_has_the_places(const Round& round) {
+    if (!options_.talkative || told_who_has_the_places_ || waited_.elapsed_s() <= tell_after_s) return;
+    const std::string missing = missing_place(round, self_.node.id, rules_);
+    told_who_has_the_places_ = !missing.empty();
+    if (told_who_has_the_places_) log().info("{}", missing);
   }
 
   void tell_why(const Round& round) const {
@@ -300,10 +318,11 @@ class Agent {
   Rules rules_;
   std::shared_ptr<Rendezvous> rendezvous_;
   Self self_{};
+  Clock::time_point interrupted_at_{};
   std::unique_ptr<Link> link_{};
   std::optional<View> view_{};
   int64_t exchanges_ = 0, proposed_at_ = -1, told_number_ = 0;
-  bool told_that_we_serve_ = false, told_that_we_wait_ = false, told_who_is_missing_ = false;
+  bool told_that_we_serve_ = false, told_that_we_wait_ = false, told_who_is_missing_ = false, told_who_has_the_places_ = false;
   bool told_ = false;  ///< the others can read our record
   int64_t tries_ = 0;
   bool connecting_ = true;

@@ -22,8 +22,8 @@ struct AgentOptions {
 };
 
 /// Runs this node's workers until the job ends, and returns its exit code: 0 every rank ended with 0; 2 a rank refused its input; 1 anything else. The last
-/// line on standard error names the cause. SIGINT, SIGTERM and SIGHUP to this process reach the workers, whatever threads it has. One at a time in a process.
-/// Throws ConfigError for a program that cannot be started, CommError where nobody can listen at the rendezvous.
+/// line on standard error names the cause. SIGINT, SIGTERM and SIGHUP to this process reach the workers, whatever threads it has, and kill them the second
+/// time. One at a time in a process. Throws ConfigError for a program that cannot be started, CommError where nobody can listen at the rendezvous.
 int run_agent(const AgentOptions& options);
 
 }  // namespace tessera::launch

@@ -21,8 +21,8 @@ double seconds(Board::Clock::duration duration) { return std::chrono::duration<d
 
 }  // namespace
 
-Board::Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix, std::string id, const Round& initial, IsGone is_gone)
-    : store_(std::move(store)), prefix_(std::move(prefix)), id_(std::move(id)), initial_(write_round(initial)), is_gone_(std::move(is_gone)) {}
+Board::Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix, std::string id, const Round& initial, WhoIsGone who_is_gone)
+    : store_(std::move(store)), prefix_(std::move(prefix)), id_(std::move(id)), initial_(write_round(initial)), who_is_gone_(std::move(who_is_gone)) {}
 
 View Board::exchange(const NodeReport& mine, const std::optional<Proposal>& proposal, Clock::time_point now) {
   store_->set(key_of(id_), write_record(mine));
@@ -53,6 +53,7 @@ void Board::read_peers(View& view, Clock::time_point now) {
     }
   }
   const bool all_there = keys.empty() || store_->check(keys);  // in a store that took over, some may not have written yet
+  std::vector<Node> suspects;
   for (size_t i = 0; i < others.size(); ++i) {
     Peer& peer = view.peers[others[i]->id];
     Pulse& pulse = pulses_[others[i]->id];
@@ -61,9 +62,12 @@ void Board::read_peers(View& view, Clock::time_point now) {
     if (pulse.beat != peer.record.beat || !last_) pulse = {peer.record.beat, now};
     const double silent_s = seconds(now - pulse.changed);
     peer.silent_s = has_come ? silent_s : std::max(0.0, silent_s - arrival_s);
-    if (!pulse.gone && silent_s > suspicious_s && is_gone_) pulse.gone = is_gone_(*others[i]);
-    peer.gone = pulse.gone;
+    if (!pulse.gone && silent_s > suspicious_s) suspects.push_back(*others[i]);
   }
+  if (who_is_gone_ && !suspects.empty()) {
+    for (const std::string& id : who_is_gone_(suspects)) pulses_[id].gone = true;
+  }
+  for (auto& [id, peer] : view.peers) peer.gone = pulses_[id].gone;
 }
 
 }  // namespace tessera::launch

@@ -4,7 +4,9 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
+#include <vector>
 
 #include <c10/util/intrusive_ptr.h>
 
@@ -34,11 +36,11 @@ class Board {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// Asks a silent node's host whether its agent is gone. May take some time.
-  using IsGone = std::function<bool(const Node& node)>;
+  /// Asks the hosts of silent nodes, all at once, and returns the ids of those whose agents are gone. May take some time, in which our own beat stands still.
+  using WhoIsGone = std::function<std::set<std::string>(const std::vector<Node>& nodes)>;
 
   /// Keys begin with `prefix`. A job that does not exist there yet begins as `initial`.
-  Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix, std::string id, const Round& initial, IsGone is_gone = {});
+  Board(c10::intrusive_ptr<c10d::Store> store, std::string prefix, std::string id, const Round& initial, WhoIsGone who_is_gone = {});
 
   /// Writes our record, makes the change if nobody was faster, and reads the rest. Silence counts between exchanges, so that an agent that was stopped, or cut
   /// off, blames nobody else for it. Throws what the store throws.
@@ -56,7 +58,7 @@ class Board {
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::string prefix_, id_, initial_;
-  IsGone is_gone_;
+  WhoIsGone who_is_gone_;
   std::vector<Node> members_{};
   Clock::time_point members_changed_{};
   std::optional<Clock::time_point> last_{};

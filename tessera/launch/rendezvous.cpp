@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <random>
+#include <set>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -32,7 +35,22 @@ constexpr const char* job_key = "tessera/job";
 /// Process ids repeat across containers of one host name.
 std::string unique_id() { return detail::concat(host_name("node"), '_', getpid(), '_', std::random_device{}() % 10000); }
 
-bool is_gone(const Node& node) { return node.spare_port != 0 && comm::probe({node.address, node.spare_port}, 500ms).refused; }
+/// What comes of a try at each one's spare store.
+std::vector<comm::Probe> probe_spares(const std::vector<Node>& nodes, std::chrono::milliseconds patience) {
+  std::vector<comm::Endpoint> spares;
+  for (const Node& node : nodes) spares.push_back({node.address, node.spare_port});
+  return comm::probe_all(spares, patience);
+}
+
+std::set<std::string> who_is_gone(std::vector<Node> nodes, std::chrono::milliseconds patience) {
+  std::erase_if(nodes, [](const Node& node) { return node.spare_port == 0; });
+  const auto probes = probe_spares(nodes, patience);
+  std::set<std::string> gone;
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    if (probes[i].refused) gone.insert(nodes[i].id);
+  }
+  return gone;
+}
 
 }  // namespace
 
@@ -98,7 +116,10 @@ std::unique_ptr<Board> Rendezvous::connect() {
 }
 
 std::unique_ptr<Board> Rendezvous::board_on(Store store, const Round& initial) {
-  return std::make_unique<Board>(std::move(store), key(""), node_.id, initial, is_gone);
+  // Well below what makes others think that we are silent.
+  const auto patience = std::min<std::chrono::milliseconds>(500ms, std::chrono::milliseconds(std::lround(options_.rules.dead_after_s * 1000 / 4)));
+  return std::make_unique<Board>(std::move(store), key(""), node_.id, initial,
+                                 [patience](const std::vector<Node>& nodes) { return who_is_gone(nodes, patience); });
 }
 
 void Rendezvous::say_that_we_serve(c10d::Store& store) const {
@@ -154,18 +175,22 @@ Rendezvous::Store Rendezvous::meet_again(const Known& known) {
 }
 
 Rendezvous::Store Rendezvous::meet_at_spare(const Known& known, bool proven) {
-  for (const Node& node : known.job.nodes) {
-    if (node.id == known.server) continue;
-    if (node.id == node_.id) return take_over(known, proven);
+  const auto end = known.job.nodes.end();
+  const auto self = known.server == node_.id ? end : std::ranges::find(known.job.nodes, node_.id, &Node::id);
+  std::vector<Node> before(known.job.nodes.begin(), self);
+  std::erase_if(before, [&](const Node& node) { return node.id == known.server; });
+  // All at once: whoever walks for longer from one dead host to the next comes too late.
+  const auto probes = probe_spares(before, patience);
+  for (size_t i = 0; i < before.size(); ++i) {
+    const Node& node = before[i];
     const comm::Endpoint spare{node.address, node.spare_port};
-    const comm::Probe probe = comm::probe(spare, patience);
     Store store;
     try {
-      if (probe.problem.empty()) store = comm::join_store(spare, patience);
+      if (probes[i].problem.empty()) store = comm::join_store(spare, patience);
     } catch (const std::exception&) {
     }
     if (!store) {
-      proven = proven && probe.refused;  // it may have taken over where we do not reach it
+      proven = proven && probes[i].refused;  // it may have taken over where we do not reach it
       continue;
     }
     store->set(key("came/" + node_.id), "");
@@ -174,6 +199,7 @@ Rendezvous::Store Rendezvous::meet_at_spare(const Known& known, bool proven) {
     bring_up_to_date(*store, known);
     return store;
   }
+  if (self != end) return take_over(known, proven);
   throw CommError("this node is no member, and no other one is left");
 }
 

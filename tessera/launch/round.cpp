@@ -9,7 +9,7 @@
 #include "tessera/core/error.h"
 
 // A decision is made from one look at the shared value and put in its place by compare-and-set: a look that was out of date changes nothing, and its agent
-// looks again. So agents need no leader. Two things fall to one node all the same: the workers' store is served by the first node of a round, which alone knows
+// looks again. So agents need no leader. Two things fall to one node all the same: the workers' store is served by whoever begins a round, who alone knows
 // its port, and the end of a round is judged by the first survivor, once no worker runs any more. Old workers go before anything else: nothing may run that
 // belongs to no round.
 // A number belongs to one round alone, or workers of two rounds would meet in one. Where the store is lost, whoever takes over may have seen less than others,
@@ -33,6 +33,11 @@ std::vector<Node> without(const std::vector<Node>& nodes, const std::string& id)
   std::vector<Node> rest = nodes;
   std::erase_if(rest, [&](const Node& node) { return node.id == id; });
   return rest;
+}
+
+/// Static rendezvous: whose place `order` is.
+auto holder_of(const std::vector<Node>& nodes, int order) {
+  return std::ranges::find_if(nodes, [&](const Node& node) { return node.order >= 0 && node.order == order; });
 }
 
 std::string count(size_t n, const char* what) { return detail::concat(n, ' ', what, n == 1 ? "" : "s"); }
@@ -101,32 +106,52 @@ class Look {
     return self_.record.running && !theirs ? stop(SIGKILL) : wait();
   }
 
+  /// Why this agent can never be of the job; empty where it can.
+  std::string refusal() const {
+    if (round_.nnodes != nnodes()) {
+      return detail::concat("--nnodes = ", nnodes(), ": the job at ", rules_.place, " was begun with ", round_.nnodes,
+                            "; give all its agents the same, or this one another --rdzv-endpoint");
+    }
+    if (!member_ && rules_.max_nodes == 1 && !round_.nodes.empty()) {
+      return detail::concat("--nnodes = ", nnodes(), ": the job at ", rules_.place, " has its one node already; give this one another --rdzv-endpoint, ",
+                            "or start it once that one has ended");
+    }
+    return "";
+  }
+
   Step joining() const {
     Round proposal = round_;
     if (self_.interrupted) return leave_early();
-    if (round_.nnodes != nnodes()) {
-      return leave(bad_input, detail::concat("--nnodes = ", nnodes(), ": the job at ", rules_.place, " was begun with ", round_.nnodes,
-                                             "; give all its agents the same, or this one another --rdzv-endpoint"));
-    }
-    if (!member_) {
-      const auto taken = std::ranges::find_if(round_.nodes, [&](const Node& node) { return node.order >= 0 && node.order == self_.node.order; });
+    if (std::string reason = refusal(); !reason.empty()) return leave(bad_input, std::move(reason));
+    if (!member_ && !waits_) {
+      const auto taken = holder_of(round_.nodes, self_.node.order);
       if (taken != round_.nodes.end()) {
         return leave(bad_input, detail::concat("--node-rank = ", self_.node.order, ": node ", taken->id, " has it already; give each node its own"));
       }
-      if (waits_) return wait();
       auto& list = static_cast<int>(round_.nodes.size()) < rules_.max_nodes ? proposal.nodes : proposal.waiting;
       list.push_back(self_.node);
       return propose(proposal);
     }
     proposal.nodes = alive(round_.nodes);
-    if (proposal.nodes.size() < round_.nodes.size()) return propose(proposal);
+    take_in_waiting(proposal);
+    if (proposal != round_) return propose(proposal);
+    if (!member_) return wait();
 
     const int size = static_cast<int>(round_.nodes.size());
     const bool complete = size >= rules_.max_nodes || (size >= rules_.min_nodes && self_.unchanged_s >= rules_.last_call_s);
     if (!complete) return self_.waited_s > rules_.join_timeout_s ? leave(failed, nobody_came()) : wait();
     // By address, so that a job that is started anew places its ranks alike.
     std::ranges::stable_sort(proposal.nodes, {}, [](const Node& node) { return std::pair(node.order, node.address); });
-    return begin(std::move(proposal));
+    return proposal.nodes.front().id == self_.node.id ? begin(std::move(proposal)) : wait();
+  }
+
+  /// As far as there is room, and in a static rendezvous only where a place is free.
+  void take_in_waiting(Round& next) const {
+    next.waiting.clear();
+    for (const Node& node : alive(round_.waiting)) {
+      const bool fits = static_cast<int>(next.nodes.size()) < rules_.max_nodes && holder_of(next.nodes, node.order) == next.nodes.end();
+      (fits ? next.nodes : next.waiting).push_back(node);
+    }
   }
 
   std::string nobody_came() const {
@@ -138,6 +163,7 @@ class Look {
   /// A node that is no member waits until the round stops.
   Step outside() const {
     if (self_.interrupted) return leave_early();
+    if (std::string reason = refusal(); !reason.empty()) return leave(bad_input, std::move(reason));
     if (waits_) return wait();
     Round proposal = round_;
     proposal.waiting.push_back(self_.node);
@@ -232,11 +258,8 @@ class Look {
       next.reason = detail::concat(job_end.sentence, "; restart ", next.restarts, " of ", rules_.max_restarts);
     }
     next.nodes = survivors;
-    next.waiting = alive(round_.waiting);
-    while (static_cast<int>(next.nodes.size()) < rules_.max_nodes && !next.waiting.empty()) {
-      next.nodes.push_back(next.waiting.front());
-      next.waiting.erase(next.waiting.begin());
-    }
+    take_in_waiting(next);
+    std::ranges::stable_sort(next.nodes, {}, &Node::order);  // of a static rendezvous, whose ranks are given; elsewhere all orders are one
     if (const std::vector<Node> missing = lost(); may_go_on_without_us(missing)) {
       return propose(end(next, failed,
                          detail::concat(next.reason, "; ", count(survivors.size(), "node"), " of ", round_.nodes.size(),
@@ -279,9 +302,8 @@ class Look {
     return explanation;
   }
 
-  /// The next round, by the agent of its first node, which serves the workers' store.
+  /// The next round, by the agent that serves its workers' store.
   Step begin(Round next) const {
-    if (next.nodes.front().id != self_.node.id) return wait();
     next.phase = Phase::Running;
     ++next.number;
     if (!self_.serving || self_.serving->first != next.number) return {.act = Act::Serve, .number = next.number};
@@ -300,10 +322,19 @@ class Look {
   }
 
   Step finished() const {
-    if (self_.took_part) return leave(round_.exit_code, round_.reason);
+    if (member_ || self_.record.round > 0) return leave(round_.exit_code, round_.reason);
+    if (self_.took_part) return left_out();
     if (self_.interrupted) return leave(failed, detail::concat("interrupted by ", describe_signal(*self_.interrupted), " while waiting for other nodes"));
     if (self_.waited_s <= rules_.join_timeout_s) return wait();  // an earlier job of that name is about to leave
     return leave(failed, detail::concat("the job at ", rules_.place, " has ended; waited ", static_cast<int64_t>(self_.waited_s), " s for its store to close"));
+  }
+
+  /// It waited for a place to the end. Who sees a job of MIN:MAX nodes through has done its part as a spare; with one number of nodes, none was to come.
+  Step left_out() const {
+    const int code = round_.exit_code == 0 && rules_.min_nodes == rules_.max_nodes ? failed : round_.exit_code;
+    return leave(
+        code, detail::concat("this node ran nothing: the job at ", rules_.place, " (--rdzv-id ", rules_.run_id, "), in which it waited for a place, has ended",
+                             round_.reason.empty() ? "" : ": ", round_.reason, "; a job of its own needs another --rdzv-endpoint"));
   }
 
   std::string nnodes() const { return detail::concat(rules_.min_nodes, ':', rules_.max_nodes); }
@@ -343,6 +374,12 @@ std::string missing_nodes(const Round& round, const Rules& rules) {
   if (round.phase != Phase::Joining || came >= rules.min_nodes) return "";
   return detail::concat(came, " of at least ", rules.min_nodes, came == 1 ? " nodes has" : " nodes have", " come; waiting up to ",
                         static_cast<int64_t>(rules.join_timeout_s), " s for the others (--rdzv-conf join_timeout)");
+}
+
+std::string missing_place(const Round& round, const std::string& id, const Rules& rules) {
+  if (!contains(round.waiting, id) || round.phase == Phase::Finished) return "";
+  return detail::concat("waiting for a place in the job at ", rules.place, " (--rdzv-id ", rules.run_id, "), which has ", count(round.nodes.size(), "node"),
+                        " of --nnodes = ", round.nnodes, "; a job of its own needs another --rdzv-endpoint");
 }
 
 std::optional<Place> place_of(const Round& round, const std::string& id) {

@@ -82,6 +82,7 @@ struct Rules {
   double last_call_s = 3;       ///< for more than MIN nodes to come
   double dead_after_s = 5;      ///< of silence
   std::string place{};          ///< of the rendezvous, for messages
+  std::string run_id{};         ///< of the job, for messages
 };
 
 /// What an agent knows of itself.
@@ -125,6 +126,9 @@ std::optional<Round> caught_up(const Round& there, const Round& seen, const std:
 
 /// What a job waits for that has too few nodes to begin; empty where it has enough, or has begun.
 std::string missing_nodes(const Round& round, const Rules& rules);
+
+/// For what the node waits that has no place in the job; empty where it has one.
+std::string missing_place(const Round& round, const std::string& id, const Rules& rules);
 
 /// Where a node's ranks begin, and how many there are in all.
 struct Place {

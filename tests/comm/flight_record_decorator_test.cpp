@@ -195,5 +195,31 @@ TEST_F(FlightRecords, FollowACallFromStateToState) {
   EXPECT_EQ(last(), State::InFlight);
 }
 
+/// What an engine does in parts, as comm.algorithm's plans and staged copies are.
+class StagedEngine : public ScriptedEngine {
+ public:
+  using ScriptedEngine::ScriptedEngine;
+  Work start(const Call& call) override { return staged_work({{ScriptedEngine::start(call)}, {completed_work()}}); }
+};
+
+TEST_F(FlightRecords, KnowThatAPartOfACallFailed) {
+  const auto engine = std::make_shared<StagedEngine>(world_of(0, 2));
+  const auto recorded = flight_recording(dir, rank_of(0, 2))(engine, world_of(0, 2));
+  const auto last = [&] { return read(0).calls.back().state; };
+  const auto failure = std::make_exception_ptr(std::runtime_error("cut"));
+  for (const bool fails : {true, false}) {
+    for (const bool at_once : {true, false}) {
+      engine->work = c10::make_intrusive<ScriptedWork>();
+      if (at_once) engine->work->end(fails ? failure : nullptr);
+      const auto work = recorded->start({.op = Operation::Barrier});
+      if (!at_once) engine->work->end(fails ? failure : nullptr);
+      EXPECT_TRUE(work->isCompleted());
+      EXPECT_EQ(work->isSuccess(), !fails);
+      EXPECT_EQ(work->exception(), fails ? failure : nullptr);
+      EXPECT_EQ(last(), fails ? State::Failed : State::Completed);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::comm

@@ -248,6 +248,26 @@ TEST(FlightRecordVerdict, RowsOfAnAllToAllMayDiffer) {
   EXPECT_EQ(Scene(2, 1020).complete(0, "world", 1001, some).complete(1, "world", 1001, wider).verdict().kind, Kind::Mismatch);
 }
 
+TEST(FlightRecordVerdict, WhoGivesNoRowsOfAnAllToAllNeedNotKnowThem) {
+  const What rows{.op = "all_to_all", .shape = {3, 4}, .reduction = ""}, wider{.op = "all_to_all", .shape = {5, 6}, .reduction = ""},
+      none{.op = "all_to_all", .shape = {0}, .reduction = ""}, none_of_four{.op = "all_to_all", .shape = {0, 4}, .reduction = ""};
+  const auto of = [](const std::vector<What>& ranks) {
+    const int n = static_cast<int>(ranks.size());
+    Scene scene(n, 1020);
+    for (int rank = 0; rank < n; ++rank) scene.enter(rank, "world", 1001, State::Waiting, ranks[rank]);
+    return scene.verdict();
+  };
+  EXPECT_EQ(of({none, rows, rows}).kind, Kind::Stalled);
+  EXPECT_EQ(of({rows, none, none_of_four}).kind, Kind::Stalled);
+  EXPECT_EQ(of({none, none_of_four}).kind, Kind::Stalled);
+  EXPECT_EQ(of({wider, rows, none, rows}).sentence,
+            "rank 0 entered all_to_all #1 of world [5, 6] float32 while ranks 1-3 entered all_to_all #1 of world [3, 4] float32");
+  EXPECT_EQ(of({none, rows, wider, wider}).sentence,
+            "rank 1 entered all_to_all #1 of world [3, 4] float32 while ranks 0, 2, 3 entered all_to_all #1 of world [5, 6] float32");
+  EXPECT_EQ(of({{}, none, rows}).sentence,
+            "rank 0 entered all_reduce #1 of world of a sum [8] float32 while ranks 1, 2 entered all_to_all #1 of world [3, 4] float32");
+}
+
 TEST(FlightRecordVerdict, TheFirstMismatchCountsAndSidesAreFew) {
   Scene scene(5, 1020);
   for (int rank = 0; rank < 5; ++rank) scene.complete(rank, "world", 1001);

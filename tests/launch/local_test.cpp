@@ -55,6 +55,7 @@ TEST(Launcher, Process) {
   const char* command = std::getenv("LAUNCH_COMMAND");
   if (command == nullptr) GTEST_SKIP() << "runs as a child of the other tests";
   LocalOptions options{.nproc = std::atoi(std::getenv("LAUNCH_NPROC")), .command = {}, .environment = {{"FROM_OPTIONS", "yes"}}, .grace_s = 1};
+  if (const char* grace = std::getenv("LAUNCH_GRACE")) options.grace_s = std::atof(grace);
   if (std::getenv("LAUNCH_POOL") != nullptr) {  // threads that block nothing, as whoever prepares the text leaves them
     at::set_num_threads(3);
     std::atomic<int> parts = 0;
@@ -266,6 +267,22 @@ TEST_F(Local, InterruptsAreHandedOnOnce) {
     for (const char* line : {"got 0 1\n", "got 1 1\n"}) EXPECT_THAT(outcome.out, HasSubstr(line));
     EXPECT_THAT(outcome.out, ::testing::Not(HasSubstr(" 2\n")));
   }
+}
+
+TEST_F(Local, WhoAsksAgainDoesNotWaitForTheGraceTime) {
+  const auto meanwhile = [&](pid_t launcher) {
+    const auto workers = pids(2);
+    kill(launcher, SIGTERM);
+    std::this_thread::sleep_for(100ms);
+    kill(launcher, SIGTERM);  // the same request
+    std::this_thread::sleep_for(1100ms);
+    for (const pid_t pid : workers) EXPECT_EQ(kill(pid, 0), 0);
+    kill(launcher, SIGINT);
+  };
+  const Outcome outcome = launch(2, {"sh", "-c", "trap '' TERM INT; " + note_pid() + "while true; do sleep 0.05; done"}, meanwhile, {{"LAUNCH_GRACE", "60"}});
+  EXPECT_LT(outcome.seconds, 30);
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_EQ(outcome.last_line(), "interrupted by SIGTERM (terminated); all ranks have ended");
 }
 
 /// Threads of a process, its first aside, to which the kernel may give a signal.

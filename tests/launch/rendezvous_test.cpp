@@ -1,5 +1,7 @@
 #include "tessera/launch/rendezvous.h"
 
+#include <array>
+#include <chrono>
 #include <string>
 
 #include <gmock/gmock.h>
@@ -8,6 +10,7 @@
 
 #include "tessera/comm/meeting/stores.h"
 #include "tessera/core/error.h"
+#include "tests/comm/meeting/silent_host.h"
 
 namespace tessera::launch {
 namespace {
@@ -70,6 +73,34 @@ TEST(Rendezvous, AStoreThatTakesOverIsBroughtUpToDate) {
   const Round found = of_second->exchange({}, std::nullopt, {}).round;
   EXPECT_EQ(found, taken_over(second, server, 0));
   EXPECT_EQ(of_first->exchange({}, std::nullopt, {}).round, found);
+}
+
+/// Whoever asked one dead host after the other would come too late, or give up before it has come to the first that lives.
+TEST(Rendezvous, SpareStoresOfSilentHostsAreTriedAtOnce) {
+  const int port = comm::try_listen({host, 0})->port();
+  const auto options = [&](bool serves) {
+    return RendezvousOptions{.endpoint = comm::Endpoint{host, port}, .run_id = "j", .rules = {.min_nodes = 1, .max_nodes = 9}, .serves = serves};
+  };
+  auto serves = std::make_unique<Rendezvous>(options(true));
+  auto of_server = serves->connect();
+  Rendezvous left(options(false));
+  auto board = left.connect();
+  const std::array<comm::testing_support::SilentHost, 5> silent;
+  Round round{.phase = Phase::Running, .number = 1, .nodes = {serves->node()}, .master = {host, 1}};
+  for (const auto& one : silent) round.nodes.push_back({.id = std::to_string(one.port()), .address = host, .spare_port = one.port()});
+  round.nodes.push_back(left.node());
+  left.note(round);
+  of_server.reset();
+  board.reset();
+  serves.reset();
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    left.connect();
+    FAIL() << "the others may go on";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("1 of 7 nodes cannot tell whether the others go on without them"));
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
 }
 
 TEST(Rendezvous, AStoreThatNoAgentServesIsNamed) {

@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <set>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -39,6 +40,7 @@ class Job {
 
   explicit Job(int count, Rules rules = {.min_nodes = 1, .max_nodes = 3}) : rules_(std::move(rules)) {
     rules_.place = "address h, port 1";
+    rules_.run_id = "j";
     for (int i = 0; i < count; ++i) add();
   }
 
@@ -137,8 +139,16 @@ class Job {
     agent.server = server;
     const std::string& id = agent.self.node.id;
     const Round initial{.nnodes = std::to_string(rules_.min_nodes) + ":" + std::to_string(rules_.max_nodes), .job = "drawn by " + id};
-    agent.board = std::make_unique<Board>(by_id(server).spare, "job/", id, initial, [this](const Node& node) { return proven_gone && !by_id(node.id).alive; });
+    agent.board = std::make_unique<Board>(by_id(server).spare, "job/", id, initial, [this](const std::vector<Node>& nodes) { return gone(nodes); });
     return true;
+  }
+
+  std::set<std::string> gone(const std::vector<Node>& nodes) {
+    std::set<std::string> ids;
+    for (const Node& node : nodes) {
+      if (proven_gone && !by_id(node.id).alive) ids.insert(node.id);
+    }
+    return ids;
   }
 
   void act(Agent& agent) {
@@ -448,6 +458,56 @@ TEST(Round, ANodeThatComesWhenRanksAreDoneChangesNothing) {
   Job::finish(job[1]);
   job.pass(1);
   EXPECT_EQ(job[2].left->exit_code, 0);
+  EXPECT_EQ(job[2].left->sentence,
+            "this node ran nothing: the job at address h, port 1 (--rdzv-id j), in which it waited for a place, has ended; a job of its own needs another "
+            "--rdzv-endpoint");
+}
+
+TEST(Round, ANodeThatRanBeforeItWaitedHasTheJobsEnd) {
+  Job job(3);
+  job.pass(1);
+  job[2].alive = false;  // stopped
+  job.pass(7);
+  Job::finish(job[0]);
+  job[2].alive = true;
+  job.pass(0.5);
+  ASSERT_EQ(job.round().waiting.size(), 1u);
+  Job::finish(job[1]);
+  job.pass(1);
+  EXPECT_EQ(job[2].left->exit_code, 0);
+  EXPECT_EQ(job[2].left->sentence, "");
+}
+
+TEST(Round, AJobOfOneNumberOfNodesEndsWithoutAThird) {
+  for (const bool fails : {false, true}) {
+    Job job(2, {.min_nodes = 2, .max_nodes = 2});
+    job.pass(1);
+    job.add();
+    job.pass(1);
+    if (fails) Job::fail(job[0], {0, status_of_exit(2), "config optim.lr: too much"});
+    if (!fails) Job::finish(job[0]);
+    if (!fails) Job::finish(job[1]);
+    job.pass(1);
+    EXPECT_EQ(job[1].left->exit_code, fails ? 2 : 0);
+    ASSERT_TRUE(job[2].left);
+    EXPECT_EQ(job[2].left->exit_code, fails ? 2 : 1);
+    EXPECT_THAT(job[2].left->sentence, HasSubstr(fails ? "has ended: optim.lr: too much; a job of its own" : "has ended; a job of its own"));
+  }
+}
+
+TEST(Round, AJobOfOneNodeTakesNoOther) {
+  Job job(1, {.min_nodes = 1, .max_nodes = 1});
+  job.pass(1);
+  job.add();
+  job.pass(0.5);
+  ASSERT_TRUE(job[1].left);
+  EXPECT_EQ(job[1].left->exit_code, 2);
+  EXPECT_EQ(
+      job[1].left->sentence,
+      "--nnodes = 1:1: the job at address h, port 1 has its one node already; give this one another --rdzv-endpoint, or start it once that one has ended");
+  Job::finish(job[0]);
+  job.pass(1);
+  EXPECT_EQ(job[0].left->exit_code, 0);
 }
 
 TEST(Round, AnInterruptEndsAllWithoutARestart) {
@@ -498,7 +558,10 @@ TEST(Round, RefusesAgentsThatDisagree) {
   Round round{.nnodes = "2:2", .nodes = {{.id = "other", .order = 0}}};
   Self self;
   self.node.id = "me";
-  EXPECT_EQ(decide(round, {}, self, {.min_nodes = 1, .max_nodes = 2}).exit_code, 2);
+  for (const Phase phase : {Phase::Running, Phase::Stopping, Phase::Joining}) {
+    round.phase = phase;
+    EXPECT_EQ(decide(round, {}, self, {.min_nodes = 1, .max_nodes = 2}).exit_code, 2);
+  }
   self.node.order = 0;
   const Step step = decide(round, {}, self, {.min_nodes = 2, .max_nodes = 2});
   EXPECT_EQ(step.exit_code, 2);
@@ -510,6 +573,42 @@ TEST(Round, StaticNodesKeepTheirOrder) {
   for (const int order : {2, 0, 1}) job.add().self.node.order = order;
   job.pass(1);
   EXPECT_THAT(job.members(), ElementsAre("n1", "n2", "n0"));
+}
+
+TEST(Round, StaticNodesAreReplacedInTheirOrder) {
+  for (const size_t victim : {1, 2}) {  // of order 0, whose node begins a job, and 1
+    Job job(0, {.min_nodes = 3, .max_nodes = 3});
+    for (const int order : {2, 0, 1}) job.add().self.node.order = order;
+    job.pass(1);
+    for (const int order : {2, job[victim].self.node.order}) job.add().self.node.order = order;
+    job.pass(0.5);
+    ASSERT_EQ(job.round().waiting.size(), 2u);
+    job[victim].alive = false;
+    job.pass(7);
+    EXPECT_EQ(job.round().phase, Phase::Running);
+    EXPECT_THAT(job.members(), victim == 1 ? ElementsAre("n4", "n2", "n0") : ElementsAre("n1", "n4", "n0"));
+    EXPECT_THAT(job[4].started, ElementsAre(2));
+    EXPECT_EQ(job.round().waiting.size(), 1u) << "whose place is taken";
+  }
+}
+
+TEST(Round, WhoWaitsWhileNodesJoinMovesUp) {
+  for (const int dead : {1, 2}) {
+    Job job(1, {.min_nodes = 2, .max_nodes = 2});
+    job.pass(0.1);
+    job[0].alive = false;  // whose part it is to begin
+    job.add();
+    job.pass(0.1);
+    if (dead == 2) job[1].alive = false;
+    job.add();
+    job.add();
+    job.pass(0.1);
+    ASSERT_EQ(job.agents[3]->view->round.waiting.size(), 2u);
+    job.pass(7);
+    EXPECT_EQ(job.agents[3]->view->round.phase, Phase::Running);
+    EXPECT_THAT(job[2].started, ElementsAre(1));
+    EXPECT_EQ(job.agents[3]->view->round.waiting.size(), dead == 2 ? 0u : 1u);
+  }
 }
 
 TEST(Round, AFinishedJobOfThatNameIsNotOurs) {
@@ -611,6 +710,26 @@ TEST(Board, BlamesNobodyForItsOwnPause) {
   EXPECT_EQ(job.round().number, 1);
 }
 
+/// Each takes up to half a second, in which our own beat stands still.
+TEST(Board, AsksAllSilentHostsAtOnce) {
+  Round round;
+  for (int i = 0; i < 12; ++i) round.nodes.push_back({.id = "n" + std::to_string(i)});
+  std::vector<size_t> asked;
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  Board board(store, "p/", "n0", round, [&](const std::vector<Node>& nodes) {
+    asked.push_back(nodes.size());
+    return std::set<std::string>{"n3"};
+  });
+  for (const Node& node : round.nodes) store->set("p/node/" + node.id, write_record({.beat = 1}));
+  Board::Clock::time_point now{};
+  board.exchange({.beat = 1}, std::nullopt, now);
+  EXPECT_THAT(asked, IsEmpty());
+  const View view = board.exchange({.beat = 2}, std::nullopt, now += 2s);
+  board.exchange({.beat = 3}, std::nullopt, now += 1s);
+  EXPECT_THAT(asked, ElementsAre(11, 10)) << "and not again who is gone";
+  for (const auto& [id, peer] : view.peers) EXPECT_EQ(peer.gone, id == "n3");
+}
+
 TEST(Board, OnlyOneOfTwoProposalsIsTaken) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   Board a(store, "p/", "a", {}), b(store, "p/", "b", {});
@@ -633,6 +752,17 @@ TEST(Round, SaysForHowManyNodesAJobWaits) {
   round.phase = Phase::Joining;
   round.nodes.push_back({.id = "c"});
   EXPECT_EQ(missing_nodes(round, rules), "") << "others may come, and none has to";
+}
+
+TEST(Round, SaysInWhichJobANodeWaitsForAPlace) {
+  const Rules rules{.min_nodes = 1, .max_nodes = 2, .place = "address h, port 1", .run_id = "j"};
+  Round round{.phase = Phase::Running, .nnodes = "1:2", .nodes = {{.id = "a"}, {.id = "b"}}, .waiting = {{.id = "c"}}};
+  EXPECT_EQ(missing_place(round, "c", rules),
+            "waiting for a place in the job at address h, port 1 (--rdzv-id j), which has 2 nodes of --nnodes = 1:2; a job of its own needs another "
+            "--rdzv-endpoint");
+  EXPECT_EQ(missing_place(round, "b", rules), "");
+  round.phase = Phase::Finished;
+  EXPECT_EQ(missing_place(round, "c", rules), "");
 }
 
 }  // namespace

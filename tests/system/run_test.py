@@ -492,6 +492,16 @@ class Addresses(RunTest):
                          rf"no rendezvous at address 127.0.0.1, port {self.port}: the job there has --rdzv-id j, this agent k; give all .* the same; waited")
         self.until(lambda: "1 of at least 2 nodes has come; waiting up to 600 s for the others" in agent.errors(), "how many have come")
 
+    def test_a_second_job_at_a_live_endpoint(self):
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{self.port}"
+        first = self.start(endpoint, self.staying())
+        self.await_world(1, 0)
+        for nnodes, said in (("1", "has its one node already"), ("3", "was begun with 1:1")):
+            line = self.refused(f"--nnodes={nnodes}", endpoint, code=2)
+            self.assertRegex(line, rf"^--nnodes = {nnodes}:{nnodes}: the job at address 127.0.0.1, port {self.port} {said}; give .* another --rdzv-endpoint")
+        self.enough()
+        self.ends(first, 0)
+
     def test_ipv6(self):
         line = ["sh", "-c", "echo here $RANK $MASTER_ADDR"]
         agents = [self.start_node("2", *line, host="[::1]"), self.start_node("2", *line, host="[::1]")]

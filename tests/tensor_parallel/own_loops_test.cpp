@@ -206,6 +206,36 @@ TEST(OwnLoopOfParts, LibtorchsClippingIsRefused) {
   }
 }
 
+/// Penalties of a weight that are no sums over its elements, by what tensor-parallel.md says of them.
+TEST(OwnLoopOfParts, PenaltiesOfWholeWeightsAreThoseOfOneDevice) {
+  Dropped whole = drawn();
+  const at::Tensor x = at::ones({1, 6});
+  const auto gram = [](const at::Tensor& products) { return (products - at::eye(6)).square().sum(); };
+  (whole(x).sum() + whole->up->weight.norm() + gram(whole->up->weight.t().matmul(whole->up->weight)) +
+   gram(whole->down->weight.matmul(whole->down->weight.t())))
+      .backward();
+  for (const int ranks : {2, 5}) {
+    run_ranks(ranks, [&](World& world) {
+      Dropped net = drawn();
+      const auto tensor = parallelize_module(net, world.group(), feed_forward_plan());
+      const at::Tensor up = net->up->weight, down = net->down->weight;
+      const auto all = [&](const at::Tensor& terms) { return comm::differentiable::all_reduce(world.group(), terms); };
+      (net(x).sum() + all(up.square().sum()).sqrt() + gram(all(up.t().matmul(up))) + gram(all(down.matmul(down.t())))).backward();
+      EXPECT_TRUE(at::allclose(up.grad(), take(whole->up->weight.grad(), nn::slice_of(up)), 1e-5, 1e-6)) << world.rank() << " of " << ranks;
+      EXPECT_TRUE(at::allclose(down.grad(), take(whole->down->weight.grad(), nn::slice_of(down)), 1e-5, 1e-6)) << world.rank() << " of " << ranks;
+
+      const auto refused = AllOf(HasSubstr("parallelize_module: "), HasSubstr("weight', of which this rank has a part"), HasSubstr("all_reduce(group"));
+      for (const auto& penalty : std::vector<std::function<at::Tensor()>>{[&] { return up.norm(); }, [&] { return down.abs().max(); },
+                                                                          [&] { return at::linalg_vector_norm(up, 2, {0}).sum(); }}) {
+        const at::Tensor loss = net(x).sum() + penalty();
+        EXPECT_THAT(testing_support::refusal([&] { loss.backward(); }), refused);
+        net->zero_grad();
+      }
+      (net(x).sum() + up.norm(2, 1, true).sum() + up.abs().sum() + net->norm->weight.norm()).backward();  // rows, a sum over elements, one that is whole
+    });
+  }
+}
+
 /// Of module by module: the masks of one process, wherever a dropout lies.
 TEST(OwnLoopOfParts, MasksOfFeaturesAreThoseOfOneDevice) {
   const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();

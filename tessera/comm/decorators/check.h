@@ -10,8 +10,8 @@ namespace tessera::comm {
 ///
 ///   collective #12 of dp: rank 0 asks for all_reduce of [32] float32 (head); ranks 1-3 ask for all_gather of [4, 8] float32 (layers.0)
 ///
-/// Collectives are compared in op, shape, dtype, reduction, root and order, which is the order of calls on the group; all_to_all in the shape of a row, and in
-/// how many rows each rank gives and its peer expects. A message is preceded by a note of its shape and dtype, which the receiver compares when it waits:
+/// Collectives are compared in op, shape, dtype, reduction, root and order, which is the order of calls on the group; all_to_all in dtype, and in
+/// how many elements each rank gives and its peer expects. A message is preceded by a note of its shape and dtype, which the receiver compares when it waits:
 /// the error is the receiver's. Ranks in errors are the world's, calls are counted from 1 per group, and in parentheses stands the call's site.
 /// A rank that makes no call at all is not found here: the others time out.
 ///

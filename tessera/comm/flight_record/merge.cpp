@@ -10,12 +10,17 @@
 namespace tessera::comm::flight {
 namespace {
 
-// What must be the same on all ranks that meet. The two ends of a message differ in name and may differ in shape; the rows of an all_to_all are each
-// rank's own.
-auto signature(const RecordedCall& call) {
+/// Of an all_to_all, in which rows without elements may have any shape.
+bool gives_nothing(const RecordedCall& call) { return call.op == "all_to_all" && call.bytes == 0; }
+
+std::vector<int64_t> row_of(const RecordedCall& call) { return {call.shape.begin() + (call.shape.empty() ? 0 : 1), call.shape.end()}; }
+
+// What must be the same on all ranks that meet. The two ends of a message differ in name and may differ in shape; how many rows of an all_to_all it gives is
+// each rank's own, and who gives none is taken to mean rows as `other` gives.
+auto signature(const RecordedCall& call, const RecordedCall& other) {
   const bool message = call.is_message();
   const bool rooted = call.op == "broadcast" || call.op == "reduce" || call.op == "gather" || call.op == "scatter";
-  std::vector<int64_t> shape = call.shape;
+  std::vector<int64_t> shape = gives_nothing(call) && other.op == call.op ? other.shape : call.shape;
   if (message) shape = {call.bytes};
   if (call.op == "all_to_all" && !shape.empty()) shape[0] = -1;
   return std::tuple(message ? std::string("message") : call.op, std::move(shape), message ? std::string() : call.dtype, call.reduction,
@@ -163,15 +168,22 @@ Mismatch Merge::first_mismatch() const {
   double first_s = 0;
   for (auto begin = all.begin(); begin != all.end();) {
     const auto end = std::find_if(begin, all.end(), [&](const Entered& entered) { return entered.meeting != begin->meeting; });
-    const auto expected = signature(*begin->call);
-    const bool alike = std::all_of(begin, end, [&](const Entered& entered) { return entered.call == begin->call || signature(*entered.call) == expected; });
+    std::map<std::vector<int64_t>, std::vector<const RecordedCall*>> rows;
+    for (auto entered = begin; entered != end; ++entered) {
+      if (entered->call->op == "all_to_all" && !gives_nothing(*entered->call)) rows[row_of(*entered->call)].push_back(entered->call);
+    }
+    const auto most = std::ranges::max_element(rows, {}, [](const auto& calls) { return calls.second.size(); });
+    const RecordedCall& other = most == rows.end() ? *begin->call : *most->second.front();
+    const auto expected = signature(*begin->call, other);
+    const bool alike =
+        std::all_of(begin, end, [&](const Entered& entered) { return entered.call == begin->call || signature(*entered.call, other) == expected; });
     if (!alike && (first.sides.empty() || begin->call->entered_s < first_s)) {
       first_s = begin->call->entered_s;
-      std::map<decltype(signature(*begin->call)), Side> sides;
+      std::map<decltype(signature(other, other)), Side> sides;
       for (auto entered = begin; entered != end; ++entered) {
-        auto& side = sides[signature(*entered->call)];
+        auto& side = sides[signature(*entered->call, other)];
         side.ranks.push_back(entered->record->rank);
-        side.call = entered->call;
+        if (side.call == nullptr || !gives_nothing(*entered->call)) side.call = entered->call;
       }
       first = {begin->meeting, {}};
       for (auto& [what, side] : sides) first.sides.push_back(std::move(side));

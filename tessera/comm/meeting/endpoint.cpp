@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <charconv>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <system_error>
 #include <utility>
@@ -188,6 +189,14 @@ Probe probe(const Endpoint& endpoint, std::chrono::milliseconds patience) {
   }
   result.refused = all_refused;
   return result;
+}
+
+std::vector<Probe> probe_all(const std::vector<Endpoint>& endpoints, std::chrono::milliseconds patience) {
+  std::vector<std::future<Probe>> asked;  // one after the other where no thread can be started
+  for (const Endpoint& endpoint : endpoints) asked.push_back(std::async([&endpoint, patience] { return probe(endpoint, patience); }));
+  std::vector<Probe> found;
+  for (auto& answer : asked) found.push_back(answer.get());
+  return found;
 }
 
 bool is_local(const std::string& host) {

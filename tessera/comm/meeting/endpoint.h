@@ -3,6 +3,7 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <vector>
 
 /// Addresses of stores: read, tried, listened on. What c10d does with them inside says neither address nor cause, and prints a stack trace for each failed try.
 namespace tessera::comm {
@@ -29,6 +30,9 @@ struct Probe {
 
 /// Tries every address of the host once, each for at most `patience`.
 Probe probe(const Endpoint& endpoint, std::chrono::milliseconds patience);
+
+/// Tries each endpoint so, all at once: takes as long as the slowest of them.
+std::vector<Probe> probe_all(const std::vector<Endpoint>& endpoints, std::chrono::milliseconds patience);
 
 /// Whether the name or address is one of this host. False for a name that does not resolve.
 bool is_local(const std::string& host);

@@ -1,15 +1,21 @@
 #include "tessera/comm/meeting/endpoint.h"
 
+#include <array>
+#include <chrono>
+#include <vector>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "tessera/core/error.h"
 #include "tests/comm/listeners.h"
+#include "tests/comm/meeting/silent_host.h"
 
 namespace tessera::comm {
 namespace {
 
 using namespace std::chrono_literals;
+using testing_support::SilentHost;
 
 TEST(Endpoint, IsReadInAllItsSpellings) {
   EXPECT_EQ(parse_endpoint("host:5", "k", 9), (Endpoint{"host", 5}));
@@ -39,6 +45,25 @@ TEST(Endpoint, TellsWhoListens) {
   const Probe unknown = probe({"no-such-host.invalid", 5}, 1s);
   EXPECT_THAT(unknown.problem, ::testing::StartsWith("the name does not resolve"));
   EXPECT_FALSE(unknown.refused);
+}
+
+TEST(Endpoint, SilentOnesAreTriedAtOnce) {
+  std::array<SilentHost, 10> silent;
+  const auto listener = try_listen({"127.0.0.1", 0});
+  std::vector<Endpoint> places;
+  for (const SilentHost& host : silent) places.push_back({"127.0.0.1", host.port()});
+  places.push_back({"127.0.0.1", listener->port()});
+  places.push_back({"127.0.0.1", try_listen({"127.0.0.1", 0})->port()});  // let go of
+  const auto begin = std::chrono::steady_clock::now();
+  const auto probes = probe_all(places, 200ms);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 1s);
+  ASSERT_EQ(probes.size(), places.size());
+  for (size_t i = 0; i < silent.size(); ++i) {
+    EXPECT_EQ(probes[i].problem, "Connection timed out");
+    EXPECT_FALSE(probes[i].refused);
+  }
+  EXPECT_EQ(probes[silent.size()].problem, "");
+  EXPECT_TRUE(probes.back().refused);
 }
 
 TEST(Endpoint, IsListenedAtAlone) {
