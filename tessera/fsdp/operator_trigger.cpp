@@ -72,9 +72,31 @@ bool OperatorTrigger::looks_alike_elsewhere(Arguments arguments) const {
   return one_rank.has_value();
 }
 
-/// Without gradients and outside of a step: whether an operator that takes the parameter beside what has not its slice's shape may have the whole. Where one
-/// rank has all rows, that rank sees a slice beside what has its shape, and asks for nothing: then there must be nothing to gather.
-bool OperatorTrigger::agrees_on_whole(const c10::FunctionSchema& schema, Arguments arguments, bool forward) const {
+/// Whether what stands beside the parameters has the shapes of some other rank's slices, cut as they are.
+bool OperatorTrigger::is_beside_rows_of_another(Arguments arguments) const {
+  if (!tensors_.are_cut()) return false;
+  const auto ranks = static_cast<size_t>(tensors_.flat(seen_.front().place).layout().ranks);
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    const bool all = std::ranges::all_of(seen_, [&](const SeenSlice& seen) {
+      const std::vector<int64_t> slice = tensors_.slices_of_ranks(seen.place)[rank];
+      return slice != tensors_.whole_sizes(seen.place) &&
+             std::ranges::all_of(tensors_beside(arguments, seen.operand), [&](const at::Tensor& other) { return other.sizes() == slice; });
+    });
+    if (all) return true;
+  }
+  return false;
+}
+
+/// Without gradients and outside of a step: whether an operator that takes the parameter beside what has not its slice's shape may have the whole. A rank whose
+/// slice has that shape decides by forward_beside_alike, and where it refuses, all do. Where one rank has all rows, that rank sees a slice beside what has its
+/// shape, and asks for nothing: then there must be nothing to gather.
+bool OperatorTrigger::agrees_on_whole(const c10::OperatorHandle& op, Arguments arguments) const {
+  const c10::FunctionSchema& schema = op.schema();
+  const bool training = module_.is_training(), forward = !training || forward_goes_on();
+  if (!forward_goes_on() && !writes(schema) && (training || goes_by_elements(op)) && is_beside_rows_of_another(arguments)) {
+    if (training) refuse_unclear(schema);
+    refuse_made_by_slices(schema);
+  }
   if (!looks_alike_elsewhere(arguments) || (forward && !writes(schema)) || units_.held(seen_.front().place.unit)) return true;
   const std::string& name = tensors_.name(seen_.front().place);
   throw ConfigError(detail::concat("fully_shard: ", schema.name(), " was given '", name,
@@ -84,15 +106,36 @@ bool OperatorTrigger::agrees_on_whole(const c10::FunctionSchema& schema, Argumen
                                    "another module's parameters, wrap each of the two by a fully_shard of its own; before an evaluation say model->eval()"));
 }
 
-/// An evaluation that is under way, as far as anybody knows, until something is written to a slice or recorded for a backward pass.
-bool OperatorTrigger::in_evaluation() const { return evaluating_ && !module_.is_training(); }
+/// A forward without gradients that is under way, as far as anybody knows, until something is written to a slice or recorded for a backward pass, or the
+/// module's mode is another.
+bool OperatorTrigger::in_evaluation() const { return evaluating_ && module_.is_training() == evaluates_in_training_; }
+
+/// An optimizer updates `given`, a parameter or a handle on one, as far as anybody knows. `hides_writes`: the parameter's version will not show it (data()).
+void OperatorTrigger::note_update(const at::Tensor& given, bool hides_writes) {
+  const std::optional<UnitPlace> place = tensors_.find_memory(given);
+  if (!place) return;
+  const at::Tensor& parameter = tensors_.named(*place).tensor;
+  if (!parameter.grad().defined() || was_updated(parameter)) return;
+  updated_[parameter.unsafeGetTensorImpl()] = parameter.unsafeGetTensorImpl()->version_counter().current_version() - (hides_writes ? 1 : 0);
+}
+
+void OperatorTrigger::note_updates(const c10::FunctionSchema& schema, Arguments arguments) {
+  for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& place) {
+    if (writes(schema, place.argument)) note_update(tensor, /*hides_writes=*/true);
+  });
+}
+
+bool OperatorTrigger::was_updated(const at::Tensor& parameter) const {
+  const auto found = updated_.find(parameter.unsafeGetTensorImpl());
+  return found != updated_.end() && found->second != parameter.unsafeGetTensorImpl()->version_counter().current_version();
+}
 
 /// Whether what is made like a parameter is a part of a forward: libtorch writes `1 - weight` as empty_like(weight).fill_(1).sub_(weight). Zeros like what has
 /// a gradient and was never updated are the state that an optimizer begins with.
 bool OperatorTrigger::shapes_forward(const c10::FunctionSchema& schema) const {
   if (!in_evaluation()) return false;
   const at::Tensor& parameter = seen_.front().tensor;
-  return schema.name() != "aten::zeros_like" || !parameter.grad().defined() || updated_.contains(parameter.unsafeGetTensorImpl());
+  return schema.name() != "aten::zeros_like" || !parameter.grad().defined() || was_updated(parameter);
 }
 
 /// libtorch's `1 - weight` and `1 / weight`, the first operators of a forward: empty_like(weight), fill_(1), and sub_ or div_ by the weight, one behind the
@@ -128,16 +171,17 @@ bool OperatorTrigger::scalar_wants_whole(const c10::FunctionSchema& schema) cons
 }
 
 /// Where calls trigger, parameters are slices between them, for whoever looks.
-bool OperatorTrigger::wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const {
+bool OperatorTrigger::wants_whole(const c10::OperatorHandle& op, Arguments arguments, OperatorUse use) const {
+  const c10::FunctionSchema& schema = op.schema();
   if (use == OperatorUse::Shape) return shapes_forward(schema);
   if (scalar_.is_applied) return scalar_wants_whole(schema);
-  if (role_ == Role::Trigger) return begins_forward(schema, arguments, use);
+  if (role_ == Role::Trigger) return begins_forward(op, arguments, use);
   if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
   if (use == OperatorUse::Clone || use == OperatorUse::Cast) return false;
   if (in_call() || step_.running()) return true;
   if (at::GradMode::is_enabled() && begins_between_calls(schema, arguments, use)) return true;
-  if (use == OperatorUse::Unlike) return at::GradMode::is_enabled() || agrees_on_whole(schema, arguments, /*forward=*/!module_.is_training());
-  if (use == OperatorUse::Alike) return !at::GradMode::is_enabled() && forward_in_evaluation(schema, arguments);
+  if (use == OperatorUse::Unlike) return at::GradMode::is_enabled() || agrees_on_whole(op, arguments);
+  if (use == OperatorUse::Alike) return !at::GradMode::is_enabled() && forward_beside_alike(op, arguments);
   return evaluating_ || (use == OperatorUse::Alone && !module_.is_training());
 }
 
@@ -159,13 +203,16 @@ bool OperatorTrigger::takes_parameters_alone(Arguments arguments) const {
 }
 
 /// Where nothing but operators shows what runs. Optimizers, and whoever prints or copies, work on slices: beside other slices and without gradients.
-bool OperatorTrigger::begins_forward(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const {
+bool OperatorTrigger::begins_forward(const c10::OperatorHandle& op, Arguments arguments, OperatorUse use) const {
+  const c10::FunctionSchema& schema = op.schema();
   if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
   if (step_.running()) return true;
   if (at::GradMode::is_enabled()) {
     const bool under_way = units_.any_held() || step_.is_open();  // a frozen model's forward runs without a step
     if (use == OperatorUse::Look && !under_way) refuse_unclear(schema);
-    if (use == OperatorUse::Alike && writes(schema)) refuse_made_by_slices(schema);
+    const bool fits = takes_parameters_alone(arguments) || !goes_by_elements(op) ||
+                      std::ranges::all_of(seen_, [this](const SeenSlice& seen) { return slices_fit(seen, /*on_any_rank=*/false); });
+    if (use == OperatorUse::Alike && (writes(schema) || !fits)) refuse_made_by_slices(schema);
     return true;
   }
   const bool forward = evaluating_ || !module_.is_training();  // as far as anybody knows
@@ -178,21 +225,41 @@ bool OperatorTrigger::begins_forward(const c10::FunctionSchema& schema, Argument
     case OperatorUse::Alike: {
       const bool several = takes_parameters_alone(arguments);
       if (several && !forward) refuse_unclear(schema);
-      return several || forward_in_evaluation(schema, arguments);
+      return several || forward_beside_alike(op, arguments);
     }
     case OperatorUse::Unlike:
-      return agrees_on_whole(schema, arguments, !module_.is_training());
+      return agrees_on_whole(op, arguments);
     default:
       if (!forward) refuse_unclear(schema);
       return true;
   }
 }
 
-/// Whether, where the parameter lies on one rank as a whole, an operator that takes it beside what has its slice's shape is one of an evaluation: an optimizer
-/// takes it beside its gradient, a moving average is written.
-bool OperatorTrigger::forward_in_evaluation(const c10::FunctionSchema& schema, Arguments arguments) const {
-  if (module_.is_training() || writes(schema)) return false;
+/// Whether the whole may stand, element by element, beside what has the shape of this rank's slice, or of any rank's.
+bool OperatorTrigger::slices_fit(const SeenSlice& seen, bool on_any_rank) const {
+  const at::IntArrayRef whole = tensors_.whole_sizes(seen.place);
+  if (!on_any_rank) return broadcast_together(tensors_.slice_sizes(seen.place), whole);
+  return std::ranges::any_of(tensors_.slices_of_ranks(seen.place), [&](const std::vector<int64_t>& slice) { return broadcast_together(slice, whole); });
+}
+
+/// Whether, without gradients, an operator that takes a parameter beside what has its slice's shape is one of a forward: an optimizer takes it beside its
+/// gradient, what follows it is written, and what else is done with slices goes by elements. Where that would not fit the whole, it is of slices, unless the
+/// other was made by the slice's sizes.
+bool OperatorTrigger::forward_beside_alike(const c10::OperatorHandle& op, Arguments arguments) const {
+  const c10::FunctionSchema& schema = op.schema();
+  if (writes(schema)) return false;
   if (std::ranges::any_of(arguments, [this](const c10::IValue& argument) { return tensors_.is_gradient(argument); })) return false;
+  const bool training = module_.is_training(), goes_on = forward_goes_on() && touched_.empty();
+  const auto fits = [this](bool on_any_rank) { return std::ranges::all_of(seen_, [&](const SeenSlice& seen) { return slices_fit(seen, on_any_rank); }); };
+  if (!goes_by_elements(op) && touched_.empty()) {
+    if (role_ == Role::Trigger && training && !goes_on && tensors_.are_cut()) refuse_unclear(schema);
+    return !training || goes_on;
+  }
+  if (goes_on && fits(/*on_any_rank=*/false)) return true;
+  if (training) {
+    if (goes_on && fits(/*on_any_rank=*/true)) refuse_unclear(schema);  // as where it fits would be gathered for
+    return false;
+  }
   if (means_whole_on_one_rank(schema)) return true;
   if (tensors_.are_cut()) refuse_made_by_slices(schema);
   return false;
@@ -210,12 +277,12 @@ void OperatorTrigger::refuse_unclear(const c10::FunctionSchema& schema) const {
   const std::string& name = tensors_.name(seen_.front().place);
   require(schema.name() != "aten::clone", "fully_shard: aten::clone was given '", name,
           "', of which this rank has a slice, where no forward runs. A copy of the model (model->clone()) is made before fully_shard, or after "
-          "unshard(model), which brings the slices together; a copy of this rank's slice is detach().clone()");
+          "unshard(model), which brings the slices together; a copy of this rank's slice is detach().clone(), and one of the whole, in a forward, weight * 1");
   throw ConfigError(
       detail::concat("fully_shard: ", schema.name(), " was given '", name,
                      "', of which this rank has a slice, where nothing tells a forward from an optimizer, a copy or a line for a log. For the slice take its "
                      "detach(), and what follows it (a moving average) write in place: average.mul_(decay).add_(parameter, 1 - decay); in a forward let the "
-                     "first operator be one with the module's input, and before an evaluation say model->eval()"));
+                     "first operator be a layer's, with the module's input, and before an evaluation say model->eval()"));
 }
 
 /// A forward made a tensor as large as the parameter seemed to it: of a slice.
@@ -223,14 +290,16 @@ void OperatorTrigger::refuse_made_by_slices(const c10::FunctionSchema& schema) c
   throw ConfigError(detail::concat(
       "fully_shard: ", schema.name(), " was given '", tensors_.name(seen_.front().place),
       "', of which this rank has a slice, beside a tensor of the slice's shape. For a line of a log, or what follows the parameters, take its detach(). In a "
-      "forward the other was made by the slice's sizes(): let the first operator be one with the module's input, and make it like the parameter (ones_like, "
-      "zeros_like), before an evaluation behind model->eval()"));
+      "forward let the first operator be a layer's, with the module's input, before an evaluation behind model->eval(); where the other was made by the "
+      "slice's sizes(), make it like the parameter behind that (ones_like, zeros_like)"));
 }
 
 /// Whether an operator whose parameters show their whole shapes means slices: it writes one, or takes one, as no forward does, beside what has the shape of its
 /// slice, or puts another tensor in its place. A rank that has all rows of a parameter cannot tell by shapes: an optimizer takes it beside its gradient, what
-/// follows it is written. And it makes zeros like a parameter that has a gradient: the state that an optimizer begins with.
-bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments arguments) const {
+/// follows it is written. And it makes zeros like a parameter that has a gradient and was never updated: the state that an optimizer begins with. What does not
+/// go by elements, or fits the whole, is one of the forward, in which no optimizer runs.
+bool OperatorTrigger::means_slices(const c10::OperatorHandle& op, Arguments arguments) const {
+  const c10::FunctionSchema& schema = op.schema();
   struct Operand {
     UnitPlace parameter;
     OperandPlace place;
@@ -246,22 +315,24 @@ bool OperatorTrigger::means_slices(const c10::FunctionSchema& schema, Arguments 
   if (written || is_forward(schema.name())) return written;
   if (schema.name() == "aten::zeros_like" && operands.size() == 1) {
     const UnitPlace& parameter = operands.front().parameter;
-    const at::Tensor& gradient = tensors_.named(parameter).tensor.grad();
-    return gradient.defined() && gradient.sizes() == tensors_.slice_sizes(parameter);
+    const at::Tensor &tensor = tensors_.named(parameter).tensor, &gradient = tensor.grad();
+    return gradient.defined() && gradient.sizes() == tensors_.slice_sizes(parameter) && !was_updated(tensor);
   }
   const auto others_beside = [&](const OperandPlace& place) {
     std::vector<at::Tensor> others = tensors_beside(arguments, place);
     std::erase_if(others, [this](const at::Tensor& other) { return tensors_.find_whole(other).has_value(); });
     return others;
   };
+  const bool by_elements = goes_by_elements(op);
   for (const auto& [parameter, place] : operands) {
-    if (!writes(schema)) guards_.refuse_fitting_both(schema, parameter, others_beside(place));
+    if (!writes(schema) && by_elements) guards_.refuse_fitting_both(schema, parameter, others_beside(place));
   }
   return std::ranges::any_of(operands, [&](const Operand& operand) {
     const at::IntArrayRef sizes = tensors_.slice_sizes(operand.parameter);
-    const bool tells = writes(schema) || !tensors_.are_cut() || !tensors_.has_all_rows(operand.parameter);
-    return std::ranges::any_of(others_beside(operand.place),
-                               [&](const at::Tensor& other) { return other.sizes() == sizes && (tells || tensors_.is_gradient(other)); });
+    const bool tells = writes(schema) || (by_elements && !broadcast_together(sizes, tensors_.whole_sizes(operand.parameter)));
+    return std::ranges::any_of(others_beside(operand.place), [&](const at::Tensor& other) {
+      return other.sizes() == sizes && (tells || tensors_.is_gradient(other) || tensors_.find_slice(other));
+    });
   });
 }
 
@@ -326,16 +397,13 @@ void OperatorTrigger::begin_forward(torch::jit::Stack& stack, size_t first) {
   if (in_call()) return;  // acquired in place, and given back when the call ends
   guards_.refuse_functions_over_slices(seen_);
   evaluating_ = !at::GradMode::is_enabled();
+  evaluates_in_training_ = module_.is_training();
   for (size_t i = first; i < stack.size(); ++i) stack[i] = with_wholes(stack[i]);
 }
 
-/// Parameters that the operator writes as slices. Of others that it takes, it may be one rank alone that reads them.
-std::vector<at::Tensor> OperatorTrigger::written_slices(const c10::FunctionSchema& schema) const {
-  std::vector<at::Tensor> written;
-  for (const SeenSlice& seen : seen_) {
-    if (writes(schema, seen.operand.argument)) written.push_back(seen.tensor);
-  }
-  return written;
+/// Whether the operator writes parameters as slices. Of others that it takes, it may be one rank alone that reads them.
+bool OperatorTrigger::writes_slices(const c10::FunctionSchema& schema) const {
+  return std::ranges::any_of(seen_, [&](const SeenSlice& seen) { return writes(schema, seen.operand.argument); });
 }
 
 /// Whether no step runs, and every rank can tell that its operator was given slices.
@@ -384,25 +452,25 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   guards_.refuse_rows_of_other_wrappers(schema, arguments);
   if (!touched_.empty() && !in_call()) guards_.refuse_layers_over_slices(schema, arguments, touched_);
   scalar_.is_applied = follow_scalar(schema, arguments);
-  if (!seen_.empty() && wants_whole(schema, arguments, use)) {
+  if (!seen_.empty() && wants_whole(op, arguments, use)) {
     if (scalar_.is_applied) fill_whole(arguments[0].toTensor());
     begin_forward(stack, first);
   } else if (!seen_.empty() || !touched_.empty()) {
     guards_.refuse_other_rows(schema, arguments);
     if (writes(schema)) {
       guards_.refuse_whole_gradients(arguments);
-      const std::vector<at::Tensor> written = written_slices(schema);
-      for (const at::Tensor& slice : written) {
-        if (slice.grad().defined()) updated_.insert(slice.unsafeGetTensorImpl());
-      }
-      if (!written.empty() || !touched_.empty()) step_.close();
+      note_updates(schema, arguments);
+      if (writes_slices(schema) || !touched_.empty()) step_.close();
+    } else if (schema.name() == "aten::detach") {  // by which tessera's optimizers write, past all operators
+      for (const SeenSlice& seen : seen_) note_update(seen.tensor, /*hides_writes=*/false);
     }
     if (means_slices_between_steps(use)) {  // what is held is stale, if the slice is written
       units_.release_all();
-      evaluating_ = false;
+      evaluating_ = evaluating_ && use == OperatorUse::Slice && !writes(schema);  // a forward makes handles, too
     }
     if (in_own_loop() && (use == OperatorUse::Slice || use == OperatorUse::Shape)) step_.leave();
-  } else if (in_own_loop() && !at::GradMode::is_enabled() && means_slices(schema, arguments)) {
+  } else if (in_own_loop() && !at::GradMode::is_enabled() && means_slices(op, arguments)) {
+    note_updates(schema, arguments);
     guards_.refuse_whole_values(schema, arguments, in_call());
     guards_.refuse_lost_writes(schema, arguments, /*may_end=*/true);
     return leave_forward(stack, first);

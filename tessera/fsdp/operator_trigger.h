@@ -1,8 +1,9 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -27,6 +28,9 @@ namespace tessera {
 /// given the whole in the parameter's place, so that nothing has to be undone when evaluation is over, which nobody tells. What may be a forward, an optimizer
 /// or a line for a log is refused by name, with the line to change, for nothing may be computed with slices unawares, and no line on one rank may start a
 /// collective.
+///
+/// Beside a tensor of the slice's shape, without gradients, a parameter may be meant either way. What goes by elements is this rank's rows, but where a forward
+/// is under way and the two shapes broadcast, which then is of the whole. What does not (cdist, inner) no optimizer does.
 ///
 /// What is meant for the whole and given a slice all the same is refused (slice_guards.h).
 ///
@@ -58,22 +62,28 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   OperatorUse use_of(const c10::FunctionSchema& schema, Arguments arguments) const;
   void scan(Arguments arguments);
   bool in_evaluation() const;
+  bool forward_goes_on() const { return in_evaluation() || step_.is_open(); }
   bool shapes_forward(const c10::FunctionSchema& schema) const;
   bool follow_scalar(const c10::FunctionSchema& schema, Arguments arguments);
   void fill_whole(const at::Tensor& filled);
   bool scalar_wants_whole(const c10::FunctionSchema& schema) const;
-  bool wants_whole(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
-  bool begins_forward(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
+  bool wants_whole(const c10::OperatorHandle& op, Arguments arguments, OperatorUse use) const;
+  bool begins_forward(const c10::OperatorHandle& op, Arguments arguments, OperatorUse use) const;
   bool begins_between_calls(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
   bool takes_parameters_alone(Arguments arguments) const;
-  bool forward_in_evaluation(const c10::FunctionSchema& schema, Arguments arguments) const;
+  bool slices_fit(const SeenSlice& seen, bool on_any_rank) const;
+  bool forward_beside_alike(const c10::OperatorHandle& op, Arguments arguments) const;
+  bool is_beside_rows_of_another(Arguments arguments) const;
   bool means_whole_on_one_rank(const c10::FunctionSchema& schema) const;
   bool looks_alike_elsewhere(Arguments arguments) const;
-  bool agrees_on_whole(const c10::FunctionSchema& schema, Arguments arguments, bool forward) const;
+  bool agrees_on_whole(const c10::OperatorHandle& op, Arguments arguments) const;
   [[noreturn]] void refuse_unclear(const c10::FunctionSchema& schema) const;
   [[noreturn]] void refuse_made_by_slices(const c10::FunctionSchema& schema) const;
-  bool means_slices(const c10::FunctionSchema& schema, Arguments arguments) const;
-  std::vector<at::Tensor> written_slices(const c10::FunctionSchema& schema) const;
+  bool means_slices(const c10::OperatorHandle& op, Arguments arguments) const;
+  bool writes_slices(const c10::FunctionSchema& schema) const;
+  void note_update(const at::Tensor& given, bool hides_writes);
+  void note_updates(const c10::FunctionSchema& schema, Arguments arguments);
+  bool was_updated(const at::Tensor& parameter) const;
   bool means_slices_between_steps(OperatorUse use) const;
   void leave_forward(torch::jit::Stack& stack, size_t first);
   void check_dtypes(const c10::FunctionSchema& schema, Arguments arguments) const;
@@ -96,15 +106,17 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   UnitTensors tensors_;
   SliceGuards guards_;
 
-  std::unordered_set<const c10::TensorImpl*> updated_;  ///< parameters that were written while they had a gradient
+  /// Of parameters that were written, or may have been by a handle, while they had a gradient: a version from before that.
+  std::unordered_map<const c10::TensorImpl*, uint32_t> updated_;
 
   std::vector<size_t> met_;          ///< units among the arguments of the operator at hand
   std::vector<SeenSlice> seen_;      ///< and parameters that show slices
   std::vector<at::Tensor> touched_;  ///< and memory of slices by another name
   ScalarOperator scalar_;
-  bool replaced_ = false;    ///< and a parameter in whose place the program has put another tensor
-  bool evaluating_ = false;  ///< units may be held that no step knows of
-  size_t last_;              ///< unit met last; size() before the first
+  bool replaced_ = false;               ///< and a parameter in whose place the program has put another tensor
+  bool evaluating_ = false;             ///< units may be held that no step knows of
+  bool evaluates_in_training_ = false;  ///< the module's mode when that began
+  size_t last_;                         ///< unit met last; size() before the first
   int64_t pass_ = -1;
   int backward_pass_ = -1;  ///< of which an operator was seen last
 };

@@ -4,11 +4,13 @@
 #include <optional>
 #include <unordered_set>
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/enum_tag.h>
 
 // An operator's schema says whether it writes; its name, what it is for. Those that nothing but a forward calls, and those that nothing but a copy does, are
-// listed. All others are judged by their company: an optimizer takes a parameter beside its gradient or its state, which have the slice's shape, a forward
-// beside activations, which have another.
+// listed. All others are judged by their company: an optimizer takes a parameter, element by element, beside its gradient or its state, which have the slice's
+// shape, a forward beside activations, which have another, or by chance the same: then it goes by whether a forward is under way.
 
 namespace tessera {
 namespace {
@@ -122,6 +124,15 @@ const Names& comparisons() {
   return names;
 }
 
+/// Element by element, made of operators that libtorch marks so.
+const Names& by_elements() {
+  static const Names names{"aten::where",         "aten::rsub",         "aten::subtract", "aten::multiply",       "aten::divide",
+                           "aten::arctan2",       "aten::floor_divide", "aten::greater",  "aten::less",           "aten::not_equal",
+                           "aten::greater_equal", "aten::isclose",      "aten::allclose", "aten::less_equal",     "aten::masked_fill",
+                           "aten::dist",          "aten::mse_loss",     "aten::l1_loss",  "aten::smooth_l1_loss", "aten::huber_loss"};
+  return names;
+}
+
 /// By row and column, or by position.
 const Names& writes_by_position() {
   static const Names names{"aten::triu_", "aten::tril_", "aten::fill_diagonal_", "aten::put_", "aten::masked_scatter_"};
@@ -204,6 +215,13 @@ bool needs_one_dtype(const std::string& name) { return products().contains(name)
 /// Kernels of ours are layers' and losses'; our optimizers call theirs past the dispatcher.
 bool is_layer(const std::string& name) { return products().contains(name) || layers().contains(name) || name.starts_with("tessera::"); }
 bool is_forward(const std::string& name) { return is_layer(name) || others().contains(name); }
+
+bool goes_by_elements(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  return op.hasTag(at::Tag::pointwise) || by_elements().contains(name) || name.starts_with("aten::_foreach_");
+}
+
+bool broadcast_together(at::IntArrayRef a, at::IntArrayRef b) { return at::is_expandable_to(a, b) || at::is_expandable_to(b, a); }
 
 bool writes(const c10::FunctionSchema& schema, size_t argument) {
   const c10::AliasInfo* const alias = schema.arguments()[argument].alias_info();

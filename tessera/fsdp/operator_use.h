@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 
@@ -39,6 +40,12 @@ bool is_layer(const std::string& name);
 
 /// Whether nothing but a forward does: layers, and what makes views of parameters or reads rows of them.
 bool is_forward(const std::string& name);
+
+/// Whether it computes element by element, as optimizers and averages do, so that all that it takes has one shape, or shapes that broadcast; a reduction may
+/// follow (losses).
+bool goes_by_elements(const c10::OperatorHandle& op);
+/// What such an operator may take beside each other.
+bool broadcast_together(at::IntArrayRef a, at::IntArrayRef b);
 
 /// Whether the operator writes its argument `argument`, or any.
 bool writes(const c10::FunctionSchema& schema, size_t argument);

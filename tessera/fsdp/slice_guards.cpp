@@ -21,24 +21,10 @@
 namespace tessera {
 namespace {
 
-std::vector<int64_t> slice_shape(const UnitLayout& layout, size_t index, int rank) {
-  std::vector<int64_t> shape = layout.parameters[index].shape;
-  const int64_t rows = rows_of(layout, index, rank).second;
-  if (!shape.empty()) {
-    shape[0] = rows;
-  } else if (rows == 0) {
-    shape = {0};
-  }
-  return shape;
-}
-
 /// Whether `sizes` are those of some rank's slice, and not of this one's.
-bool is_another_ranks(at::IntArrayRef sizes, const FlatParameters& flat, size_t index) {
-  if (sizes == flat.slice_sizes(index)) return false;
-  for (int rank = 0; rank < flat.layout().ranks; ++rank) {
-    if (sizes == at::IntArrayRef(slice_shape(flat.layout(), index, rank))) return true;
-  }
-  return false;
+bool is_another_ranks(at::IntArrayRef sizes, const UnitTensors& tensors, const UnitPlace& place) {
+  const std::vector<std::vector<int64_t>> slices = tensors.slices_of_ranks(place);
+  return sizes != tensors.slice_sizes(place) && std::ranges::find(slices, sizes.vec()) != slices.end();
 }
 
 }  // namespace
@@ -59,18 +45,24 @@ void SliceGuards::refuse_local_norms(const c10::FunctionSchema& schema, Argument
   if (norms_.is_one(schema, arguments, is_gradient) && !stays_in_rows(schema, arguments)) nn::refuse_local_norm("fully_shard", schema);
 }
 
-/// Of a gradient's rows one by one, of which a slice has whole ones.
+/// Of a gradient's rows one by one, of which a slice has whole ones, unless somebody has cut them along other dimensions before.
 bool SliceGuards::stays_in_rows(const c10::FunctionSchema& schema, Arguments arguments) const {
   const auto dims = schema.argumentIndexWithName("dim");
   if (!dims || !arguments[static_cast<size_t>(*dims)].isIntList()) return false;
   const std::vector<int64_t> along = arguments[static_cast<size_t>(*dims)].toIntVector();
   const at::Tensor& given = arguments[0].toTensor();
-  const bool is_slice = std::ranges::any_of(tensors_.parameters(), [&](const auto& item) {
+  const auto found = std::ranges::find_if(tensors_.parameters(), [&](const auto& item) {
     const at::Tensor& gradient = item.first->grad();
     const bool alias = gradient.defined() && gradient.has_storage() && gradient.storage().is_alias_of(given.storage());
     return alias && gradient.storage_offset() == given.storage_offset() && gradient.sizes() == given.sizes() && gradient.strides() == given.strides();
   });
-  return is_slice && !along.empty() && std::ranges::none_of(along, [&](int64_t dim) { return c10::maybe_wrap_dim(dim, given.dim()) == 0; });
+  if (found == tensors_.parameters().end() || along.empty()) return false;
+  const at::IntArrayRef gathered = tensors_.whole_sizes(found->second);
+  const std::vector<int64_t>& whole = nn::slice_of(tensors_.named(found->second).tensor).shape;
+  return std::ranges::all_of(along, [&](int64_t dim) {
+    const auto at = static_cast<size_t>(c10::maybe_wrap_dim(dim, given.dim()));
+    return at > 0 && gathered[at] == whole[at];
+  });
 }
 
 /// torch::optim::LBFGS lays all gradients end to end and takes dot products of that.
@@ -99,7 +91,7 @@ void SliceGuards::refuse_whole_state(const c10::FunctionSchema& schema, Argument
   for (const auto& [parameter, place] : tensors_.parameters()) {
     const at::IntArrayRef whole = tensors_.whole_sizes(place), slice = tensors_.slice_sizes(place);
     if (added.sizes() != slice) continue;
-    const bool another_ranks = is_another_ranks(state.sizes(), tensors_.flat(place), place.index), known = state.sizes() == whole || another_ranks;
+    const bool another_ranks = is_another_ranks(state.sizes(), tensors_, place), known = state.sizes() == whole || another_ranks;
     const at::Tensor& gradient = parameter->grad();
     const bool of_gradient = gradient.defined() && gradient.is_alias_of(added);
     if (fits ? !(known && of_gradient) : !(known || of_gradient)) continue;
@@ -238,8 +230,7 @@ void SliceGuards::refuse_whole_values(const c10::FunctionSchema& schema, Argumen
     const bool of_all = std::ranges::any_of(tensors_beside(arguments, operand),
                                             [&](const at::Tensor& other) { return other.sizes() == shape && !tensors_.find_memory(other); });
     require(!of_all || schema.name() != "aten::addcdiv_", "fully_shard: ", schema.name(), " writes '", tensors_.name(*place),
-            "', of which this rank has a slice, from ",
-            nn::whose_state(shape, shape, is_another_ranks(shape, tensors_.flat(*place), place->index), "fully_shard"));
+            "', of which this rank has a slice, from ", nn::whose_state(shape, shape, is_another_ranks(shape, tensors_, *place), "fully_shard"));
     require(!of_all && !(whole && in_call), "fully_shard: ", schema.name(), " writes '", tensors_.name(*place), "' of shape ", shape,
             ", of which this rank has the slice ", tensors_.slice_sizes(*place), ": ", in_call ? "" : between_steps,
             "a module that sets its own parameters in forward (data-dependent initialization) is given its first batch before fully_shard");
@@ -263,23 +254,23 @@ void SliceGuards::refuse_lost_writes(const c10::FunctionSchema& schema, Argument
 }
 
 /// Of one that writes nothing, beside a whole parameter of which some rank's slice fits the whole as well (one row): what has the shape of any rank's slice may
-/// be meant for either there. Whether it is refused goes by the shapes of all ranks' slices, not by what fits here, so that ranks with rows of their own
-/// number each refuse their slice.
+/// be meant for either there, where the parameter has a gradient, with which an optimizer may come. Whether it is refused goes by the shapes of all ranks'
+/// slices, not by what fits here, so that ranks with rows of their own number each refuse their slice.
 void SliceGuards::refuse_fitting_both(const c10::FunctionSchema& schema, const UnitPlace& place, const std::vector<at::Tensor>& others) const {
   if (!tensors_.are_cut()) return;
-  const UnitLayout& layout = tensors_.flat(place).layout();
-  const std::vector<int64_t>& whole = layout.parameters[place.index].shape;
-  std::vector<std::vector<int64_t>> slices;
-  for (int rank = 0; rank < layout.ranks; ++rank) slices.push_back(slice_shape(layout, place.index, rank));
+  const std::vector<int64_t> whole = tensors_.whole_sizes(place).vec();
+  std::vector<std::vector<int64_t>> slices = tensors_.slices_of_ranks(place);
   std::erase(slices, whole);
+  const bool may_step = tensors_.named(place).tensor.grad().defined();
   const auto fits = std::ranges::find_if(slices, [&](const std::vector<int64_t>& slice) { return at::is_expandable_to(slice, whole); });
   if (fits == slices.end()) return;
   for (const at::Tensor& other : others) {
+    if (!may_step && broadcast_together(other.sizes(), whole)) continue;
     require(tensors_.is_gradient(other) || std::ranges::find(slices, other.sizes().vec()) == slices.end(), "fully_shard: within a forward, without gradients, ",
             schema.name(), " was given '", tensors_.name(place), "' of shape ", at::IntArrayRef(whole), " beside a tensor of shape ", other.sizes(),
             ", which is that of one rank's slice, too, and a slice of shape ", at::IntArrayRef(*fits),
             " fits the whole as well: nobody can tell which of the two is meant. For the whole, give the tensor the whole's shape "
-            "(other.expand(weight.sizes())); for slices, compute behind the backward pass, or outside of a forward");
+            "(other.expand(weight.sizes())), or call zero_grad() before; for slices, compute behind the backward pass, or outside of a forward");
   }
 }
 

@@ -92,6 +92,21 @@ bool UnitTensors::is_gradient(const c10::IValue& value) const {
   return std::ranges::any_of(list, is);
 }
 
+std::vector<std::vector<int64_t>> UnitTensors::slices_of_ranks(const UnitPlace& place) const {
+  const UnitLayout& layout = flat(place).layout();
+  std::vector<std::vector<int64_t>> slices(static_cast<size_t>(layout.ranks), layout.parameters[place.index].shape);
+  for (int rank = 0; rank < layout.ranks; ++rank) {
+    std::vector<int64_t>& shape = slices[static_cast<size_t>(rank)];
+    const int64_t rows = rows_of(layout, place.index, rank).second;
+    if (!shape.empty()) {
+      shape[0] = rows;
+    } else if (rows == 0) {
+      shape = {0};
+    }
+  }
+  return slices;
+}
+
 std::optional<int> UnitTensors::rank_with_all_rows(const UnitPlace& place) const {
   const UnitLayout& layout = flat(place).layout();
   const int64_t numel = layout.parameters[place.index].numel;

@@ -3,6 +3,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -49,6 +50,8 @@ class UnitTensors {
   const std::string& name(const UnitPlace& place) const { return named(place).name; }
   at::IntArrayRef whole_sizes(const UnitPlace& place) const { return flat(place).layout().parameters[place.index].shape; }
   at::IntArrayRef slice_sizes(const UnitPlace& place) const { return flat(place).slice_sizes(place.index); }
+  /// Of every rank's slice, by rank.
+  std::vector<std::vector<int64_t>> slices_of_ranks(const UnitPlace& place) const;
   /// On this rank.
   bool has_all_rows(const UnitPlace& place) const { return slice_sizes(place) == whole_sizes(place); }
   /// The rank that has all of it, if one does: that one cannot tell its slice from the whole.

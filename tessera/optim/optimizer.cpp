@@ -231,7 +231,7 @@ std::vector<at::Tensor> Optimizer::zeros_like_parameters() const {
 at::Tensor Optimizer::zeros_like_parameter(size_t index) const {
   const c10::NoGradGuard no_grad;
   const MemoryScope scope(MemoryCategory::Optimizer);
-  const at::Tensor& parameter = parameters_[index].tensor;
+  const at::Tensor parameter = parameters_[index].tensor.detach();  // which behind an evaluation of the plain loop would be a use of it
   // Strides of dimensions of size 1, which mean nothing, are kept: kernels that compare strides compare all.
   return at::zeros_like(parameter, {}, by_rows() && !parameter.is_contiguous() ? at::MemoryFormat::Contiguous : at::MemoryFormat::Preserve);
 }

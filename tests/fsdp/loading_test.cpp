@@ -213,7 +213,7 @@ TEST(FullyShardLoop, ARefusalWhereAForwardBeginsEndsIt) {
   }
 }
 
-/// As many rows as ranks: without gradients, one row beside them is what an optimizer takes beside its slice, too.
+/// As many rows as ranks: without gradients, one row beside them is what an optimizer takes beside its slice, too, where there is a gradient.
 struct Prototypes : torch::nn::Module {
   explicit Prototypes(int64_t rows) { weight = register_parameter("weight", at::arange(3 * rows, at::kFloat).view({rows, 3})); }
   at::Tensor forward(const at::Tensor& z) {
@@ -232,6 +232,8 @@ TEST(FullyShardLoop, WithinAForwardOneRowIsNoSliceOfAsManyRowsAsRanks) {
       const auto net = std::make_shared<Prototypes>(rows);
       auto sharded = fully_shard(*net, world.group(), {.replicas = ReplicaStart::Broadcast});
       const at::Tensor z = at::ones({1, 3});
+      net->forward(z).sum().backward();
+      EXPECT_TRUE(at::equal(net->distance, at::arange(3 * rows, at::kFloat).view({rows, 3}) - 1)) << "no gradient, no optimizer";
       EXPECT_THAT(refusal([&] { (void)net->forward(z); }), AllOf(HasSubstr("'weight' of shape"), HasSubstr("beside a tensor of shape [1, 3]")));
       net->beside = at::ones({(rows + 1 - world.rank()) / 2, 3});  // this rank's slice: where its rows don't fit the whole the others' do
       EXPECT_THAT(refusal([&] { (void)net->forward(z); }), HasSubstr("nobody can tell"));

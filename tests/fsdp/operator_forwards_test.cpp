@@ -11,6 +11,7 @@
 #include <torch/optim/sgd.h>
 
 #include "support.h"
+#include "tessera/comm/collectives.h"
 
 /// Forwards that begin, and end, with operators over parameters, where no module is called.
 namespace tessera {
@@ -427,6 +428,219 @@ TEST(FullyShardLoop, AnOptimizersStateIsASlicesBehindAnEvaluationToo) {
     auto sharded = fully_shard(net, world.group(), {.wrap = "in"});
     trained(net, world.rank(), 2);
     EXPECT_LT(slice_difference(net, expected, /*values=*/true), 1e-5);
+  });
+}
+
+/// Looks up the nearest code within its forward, without gradients; the codes are used by nothing before.
+struct Quantizer : torch::nn::Module {
+  explicit Quantizer(bool decodes) : decodes(decodes) {
+    register_module("enc", enc);
+    codes = register_parameter("codes", at::empty({6, 4}));
+    if (decodes) register_module("dec", dec);
+    fill_parameters(*this);
+  }
+  at::Tensor loss(const at::Tensor& x) {
+    const at::Tensor z = enc(x);
+    at::Tensor nearest, count;
+    {
+      const at::NoGradGuard no_grad;
+      nearest = at::cdist(z, codes).argmin(1);
+      count = at::zeros_like(codes).add(1).sum();
+    }
+    const at::Tensor q = codes.index_select(0, nearest), passed = z + (q - z).detach();
+    return (q - z.detach()).square().sum() + (z - q.detach()).square().sum() + (decodes ? dec(passed) : passed).square().sum() / count;
+  }
+  bool decodes;
+  torch::nn::Linear enc{3, 4}, dec{4, 3};
+  at::Tensor codes;
+};
+
+TEST(FullyShardLoop, ABlockWithoutGradientsInAForwardHasTheWhole) {
+  const at::Tensor x = random_tensor({6, 3}, "x");
+  for (const bool decodes : {false, true}) {
+    const auto train = [](Quantizer& net, const at::Tensor& mine) {
+      torch::optim::SGD optimizer(net.parameters(), 0.01);
+      std::vector<at::Tensor> losses;
+      for (int step = 0; step < 3; ++step) {
+        const at::Tensor loss = net.loss(mine);  // with the gradients of the step before
+        optimizer.zero_grad();
+        loss.backward();
+        optimizer.step();
+        losses.push_back(loss.detach());
+      }
+      return at::stack(losses);
+    };
+    Quantizer whole(decodes);
+    train(whole, x);
+    for (const int ranks : {2, 3}) {
+      for (const std::string wrap : {"", "enc", "*"}) {
+        SCOPED_TRACE(::testing::Message() << ranks << " ranks, wrap '" << wrap << "'" << (decodes ? ", decodes" : ""));
+        run_ranks(ranks,
+                  [&](World& world) {
+                    Quantizer net(decodes);
+                    const auto sharded = fully_shard(net, world.group(), {.wrap = wrap});
+                    train(net, x.chunk(ranks)[world.rank()]);
+                    EXPECT_LT(slice_difference(net, named_values(whole), /*values=*/true), 10 * parity);
+                  },
+                  {.timeout = std::chrono::seconds(20)});
+      }
+    }
+  }
+}
+
+/// A table beside values that may have the shape of some rank's rows of it.
+struct Table : torch::nn::Module {
+  using Use = std::function<at::Tensor(const at::Tensor& table, const at::Tensor& h)>;
+  Table(int64_t rows, Use use) : use(std::move(use)) {
+    register_module("in", in);
+    table = register_parameter("table", at::empty({rows, 4}));
+    register_module("out", out);
+    fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return use(table, at::tanh(in(x))).sum() + out(table).sum(); }
+  Use use;
+  torch::nn::Linear in{3, 4}, out{4, 4};
+  at::Tensor table;
+};
+
+TEST(FullyShardLoop, AForwardWithoutGradientsHasTheWholeBesideValuesOfASlicesShape) {
+  const std::vector<Table::Use> uses{
+      [](auto& p, auto& h) { return (h + p).square(); },
+      [](auto& p, auto& h) { return at::where(h > 0, h, p); },
+      [](auto& p, auto& h) { return h.lerp(p, 0.3); },
+      [](auto& p, auto& h) { return at::cosine_similarity(h, p, 1).exp(); },
+      [](auto& p, auto& h) { return at::cdist(h, p); },
+      [](auto& p, auto& h) { return at::inner(h, p).exp(); },
+      [](auto& p, auto& h) { return h.sum() * at::zeros_like(p).add(1).sum(); },
+      [](auto& p, auto& h) { return at::matmul(h, (p * at::full_like(p, 0.7)).t()).exp(); },
+      [](auto& p, auto& h) { return h.sum() * at::ones_like(p).sum(); },
+      [](auto& p, auto& h) {
+        (void)p.detach();  // which ends no forward
+        return at::cdist(h, p);
+      },
+  };
+  for (const int ranks : {2, 3}) {
+    for (const int64_t rows : std::vector<int64_t>{ranks, 6}) {
+      for (const int64_t batch : {1, 2, 3}) {
+        for (size_t i = 0; i < uses.size(); ++i) {
+          if (i < 4 && batch > 1) continue;  // which do not broadcast
+          Table whole(rows, uses[i]);
+          const at::Tensor x = random_tensor({batch, 3}, "x");
+          const auto steps = [&](Table& net) {
+            std::vector<double> seen;
+            torch::optim::SGD sgd(net.parameters(), 0.01);
+            const auto look = [&] {
+              const at::NoGradGuard no_grad;
+              seen.push_back(net.forward(x).template item<double>());
+            };
+            for (int step = 0; step < 2; ++step) {
+              look();  // in training mode
+              sgd.zero_grad();
+              (net.in(x).sum() + net.table.square().sum() + net.out(net.table).sum()).backward();
+              sgd.step();
+              look();
+              net.eval();
+              look();
+              net.train();
+            }
+            return seen;
+          };
+          const std::vector<double> expected = steps(whole);
+          for (const std::string wrap : {"", "*"}) {
+            SCOPED_TRACE(::testing::Message() << "use " << i << ", " << rows << " rows beside " << batch << ", " << ranks << " ranks, wrap '" << wrap << "'");
+            run_ranks(ranks,
+                      [&](World& world) {
+                        Table net(rows, uses[i]);
+                        const auto sharded = fully_shard(net, world.group(), {.wrap = wrap, .average = true});
+                        const std::vector<double> seen = steps(net);
+                        for (size_t k = 0; k < seen.size(); ++k) EXPECT_NEAR(seen[k], expected[k], 1e-4 * std::abs(expected[k])) << k;
+                      },
+                      {.timeout = std::chrono::seconds(20)});
+          }
+        }
+      }
+    }
+  }
+}
+
+/// Where nothing says that a forward runs: by the layout, so that no rank waits for one that refuses, or has taken its rows.
+TEST(FullyShardLoop, AnOperatorThatMayBeAForwardsIsRefusedOnEveryRankThatCanTell) {
+  for (const int ranks : {2, 3}) {
+    for (const int64_t rows : {5, 6}) {
+      for (const std::string wrap : {"", "*"}) {
+        run_ranks(ranks, [&](World& world) {
+          Table net(rows, {});
+          const auto sharded = fully_shard(net, world.group(), {.wrap = wrap});
+          const at::NoGradGuard no_grad;
+          const int64_t first = nn::slice_of(net.table).local_shape()[0];
+          std::vector<int64_t> all(ranks);
+          const at::Tensor counts = at::empty({ranks}, at::kLong);
+          comm::all_gather(world.group(), counts, at::full({1}, first, at::kLong));
+          for (int rank = 0; rank < ranks; ++rank) {
+            const int64_t those = counts[rank].item<int64_t>();
+            const at::Tensor h = at::ones({those, 4});
+            EXPECT_THAT(refusal([&] { (void)at::cdist(h, net.table); }), AllOf(HasSubstr("'table'"), HasSubstr("eval()"), HasSubstr("detach()"))) << those;
+            if (those != first) EXPECT_THAT(refusal([&] { (void)(h * net.table); }), AllOf(HasSubstr("'table'"), HasSubstr("eval()"))) << those;
+          }
+          EXPECT_TRUE(at::equal(at::ones_like(net.table.detach()) * net.table, net.table.detach())) << "as an optimizer takes it";
+        });
+      }
+    }
+  }
+}
+
+/// A rule of the program's own that computes its update out of place.
+TEST(FullyShardLoop, AnUpdateIsOfThisRanksRowsBehindAForwardWithoutGradients) {
+  const Table::Use use = [](auto& p, auto& h) { return at::cdist(h, p); };
+  const at::Tensor x = random_tensor({3, 3}, "x");
+  const auto train = [&](Table& net) {
+    for (int step = 0; step < 2; ++step) {
+      net.zero_grad();
+      net.forward(x).backward();
+      const at::NoGradGuard no_grad;
+      (void)net.forward(x);  // a line for the log
+      for (const at::Tensor& p : net.parameters()) p.sub_(p.grad().mul(0.01).add(p, 0.02).sign().add(p, 0.5), 0.01);
+    }
+  };
+  Table whole(6, use);
+  train(whole);
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks,
+              [&](World& world) {
+                Table net(6, use);
+                const auto sharded = fully_shard(net, world.group(), {.wrap = "*", .average = true});
+                train(net);
+                EXPECT_LT(slice_difference(net, named_values(whole), /*values=*/true), 1e-4);
+              },
+              {.timeout = std::chrono::seconds(20)});
+  }
+}
+
+TEST(FullyShardLoop, ACopyInAnEvaluationIsRefusedWithALineThatIsRight) {
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      const Table::Use copies = [](auto& p, auto& h) { return h.sum() * p.clone(); }, right = [](auto& p, auto& h) { return h.sum() * (p * 1); };
+      Table whole(6, right), net(6, copies);
+      const auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+      const at::Tensor x = random_tensor({2, 3}, "x");
+      const at::NoGradGuard no_grad;
+      net.eval();
+      EXPECT_THAT(refusal([&] { net.forward(x); }), AllOf(HasSubstr("'table'"), HasSubstr("weight * 1")));
+      net.use = right;
+      EXPECT_TRUE(at::allclose(net.forward(x), whole.forward(x)));
+    });
+  }
+}
+
+/// Made of the slice before the first layer, where gradients are recorded.
+TEST(FullyShardLoop, APenaltyThatBeginsWithASlicesZerosIsRefusedByName) {
+  run_ranks(2, [&](World& world) {
+    Table net(6, {});
+    const auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+    const at::Tensor zeros = at::zeros_like(net.table);
+    EXPECT_THAT(refusal([&] { (void)at::l1_loss(net.table, zeros); }), AllOf(HasSubstr("aten::l1_loss was given 'table'"), HasSubstr("zeros_like")));
+    const at::Tensor h = net.in(random_tensor({2, 3}, "x"));
+    EXPECT_EQ(at::l1_loss(net.table, at::zeros_like(net.table)).item<float>(), net.table.abs().mean().item<float>()) << "the way out";
   });
 }
 
