@@ -38,12 +38,6 @@ void refuse_local_norm(const std::string& technique, const c10::FunctionSchema& 
       "tessera::clip_grad_norm(model, max_norm), which sums over the ranks and returns the norm"));
 }
 
-void refuse_norm_of_part(const std::string& technique, const std::string& op, const std::string& name) {
-  throw ConfigError(tessera::detail::concat(technique, ": the loss goes by ", op, " of '", name,
-                                            "', of which this rank has a part, and a norm of parts is another on each rank; sum the squares over the ranks: "
-                                            "tessera::comm::differentiable::all_reduce(group, weight.square().sum()).sqrt()"));
-}
-
 LocalDraws::Kind LocalDraws::kind_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
   const std::string& name = schema.name();
   if (name == "aten::linalg_qr" && !at::GradMode::is_enabled()) factored_ = arguments[0].toTensor().numel();

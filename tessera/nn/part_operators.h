@@ -36,9 +36,6 @@ class LocalNorms {
 
 [[noreturn]] void refuse_local_norm(const std::string& technique, const c10::FunctionSchema& schema);
 
-/// Of a parameter, `name`, whose norm by the operator `op` has gone into a loss.
-[[noreturn]] void refuse_norm_of_part(const std::string& technique, const std::string& op, const std::string& name);
-
 /// What fills its first argument from libtorch's generator.
 class LocalDraws {
  public:

@@ -1,15 +1,10 @@
 #include "tessera/nn/part_watch.h"
 
 #include <algorithm>
-#include <numeric>
-#include <string>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/WrapDimMinimal.h>
 
 #include "tessera/nn/backward_pass.h"
 #include "tessera/nn/gradient_guard.h"
@@ -32,10 +27,6 @@ class PartWatcher final : public OperatorWatcher {
     const size_t count = schema.arguments().size();
     const at::ArrayRef<c10::IValue> arguments(stack.data() + (stack.size() - count), count);
     if (norms_.is_one(schema, arguments, [&](const c10::IValue& value) { return is_gradient(value); })) refuse_local_norm(technique_, schema);
-    if (part_norms_.is_one(schema, arguments, [&](const c10::IValue& value) { return is_part_in_norm(schema, arguments, value); })) {
-      c10::IValue& given = stack[stack.size() - count];
-      given = no_penalty(given.toTensor(), schema);
-    }
     const LocalDraws::Kind kind = draws_.kind_of(schema, arguments);
     const at::Tensor drawn = kind == LocalDraws::Kind::None ? LocalDraws::drawn_out(schema, arguments) : arguments[0].toTensor();
     if (!drawn.defined() || drawn.is_meta()) return;
@@ -86,39 +77,9 @@ class PartWatcher final : public OperatorWatcher {
     return value.isTensorList() && std::ranges::any_of(value.toTensorVector(), is);
   }
 
-  /// Whether a norm is of a part, over dimensions of which this rank has not all.
-  bool is_part_in_norm(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const c10::IValue& value) {
-    if (!at::GradMode::is_enabled() || !value.isTensor() || !value.toTensor().requires_grad()) return false;
-    const at::Tensor& given = value.toTensor();
-    const Part* const part = find(given, /*handles=*/false);
-    if (part == nullptr) return false;
-    in_norm_ = part->name;
-    const std::vector<int64_t>& whole = slice_of(given).shape;
-    const auto dims = schema.argumentIndexWithName("dim");
-    std::vector<int64_t> along(dims && arguments[static_cast<size_t>(*dims)].isIntList() ? arguments[static_cast<size_t>(*dims)].toIntVector()
-                                                                                         : std::vector<int64_t>{});
-    if (along.empty()) {
-      along.resize(static_cast<size_t>(given.dim()));
-      std::iota(along.begin(), along.end(), 0);
-    }
-    const bool is_whole = std::ranges::all_of(along, [&](int64_t dim) {
-      const int64_t at = c10::maybe_wrap_dim(dim, given.dim());
-      return given.size(at) == whole[static_cast<size_t>(at)];
-    });
-    return !is_whole;
-  }
-
-  /// The same for a norm that somebody may look at. Whoever adds it to a loss hears of it when its gradient arrives.
-  at::Tensor no_penalty(const at::Tensor& given, const c10::FunctionSchema& schema) const {
-    const at::Tensor looked_at = given.view_as(given);
-    looked_at.register_hook([technique = technique_, op = schema.name(), name = in_norm_](const at::Tensor&) { refuse_norm_of_part(technique, op, name); });
-    return looked_at;
-  }
-
   std::string technique_;
   std::unordered_map<const c10::TensorImpl*, Part> parts_;
-  LocalNorms norms_, part_norms_;
-  std::string in_norm_;  ///< the part of the norm that was looked at last
+  LocalNorms norms_;
   LocalDraws draws_;
 };
 

@@ -54,26 +54,6 @@ bool takes_some(const torch::autograd::Node& node) {
   return takes.contains(node.name()) || (node.num_outputs() == 1 && node.name().find("CppNode<") != std::string::npos);
 }
 
-/// Where in the last dimension of what it was given a node's output number `place` begins, which is a run of it; nothing of what is none.
-std::optional<int64_t> begin_of_run(const torch::autograd::Node& node, uint32_t place) {
-  namespace generated = torch::autograd::generated;
-  const auto is_last = [](const auto& cut) { return cut.dim == -1 || cut.dim + 1 == static_cast<int64_t>(cut.self_sym_sizes.size()); };
-  const auto number = [](const c10::SymInt& one) { return one.maybe_as_int().value_or(-1); };
-  if (const auto* const slice = dynamic_cast<const generated::SliceBackward0*>(&node)) {
-    if (!is_last(*slice) || number(slice->step) != 1) return std::nullopt;
-    const int64_t begin = slice->start ? number(*slice->start) : 0;
-    return begin < 0 ? begin + number(slice->self_sym_sizes.back()) : begin;
-  }
-  if (const auto* const split = dynamic_cast<const generated::SplitBackward0*>(&node)) {
-    return is_last(*split) ? std::optional(place * number(split->split_size)) : std::nullopt;
-  }
-  const auto* const uneven = dynamic_cast<const generated::SplitWithSizesBackward0*>(&node);
-  if (uneven == nullptr || !is_last(*uneven)) return std::nullopt;
-  int64_t begin = 0;
-  for (uint32_t before = 0; before < place; ++before) begin += number(uneven->split_sizes[before]);
-  return begin;
-}
-
 std::string beside(const std::string& path) { return path.substr(0, path.rfind('.') + 1); }
 
 }  // namespace
@@ -122,10 +102,9 @@ bool OpenFeatures::Opened::is_share_of_all(const Node& node, uint32_t place) con
   });
 }
 
-/// Whether a node takes this rank's features out of all.
+/// Whether a node takes this rank's features out of all. A run of them that begins where its own do may be what every rank has taken.
 bool OpenFeatures::Opened::is_parted_by(const comm::Group& group, const Node& node, uint32_t place) const {
-  if (!is_share_of_all(node, place)) return false;
-  return comm::differentiable::gives_its_own_on(group, node) || (sizes_of(node, place).back() == share.size && begin_of_run(node, place) == share.begin);
+  return comm::differentiable::gives_its_own_on(group, node) && is_share_of_all(node, place);
 }
 
 void OpenFeatures::open(const std::string& path, const at::Tensor& output, const std::vector<FeatureShare>& shares) {
@@ -189,9 +168,9 @@ OpenFeatures::Made OpenFeatures::made_of(const Opened& one, const at::Tensor& x)
 OpenFeatures::Made OpenFeatures::made_without_graph(const Opened& one, const std::string& path, const at::Tensor& x) const {
   const std::string here = beside(one.path), above = here.empty() ? here : beside(here.substr(0, here.size() - 1));
   if (one.taken || !path.starts_with(here)) return Made::Otherwise;
-  if (!one.may_show_in(x)) return !one.node && one.is_exceeded_by(x) ? Made::OfFeatures : Made::Otherwise;
   const bool is_taken_later = std::ranges::any_of(
       takers_, [&](const auto& taker) { return taker.first.starts_with(here) || (taker.second == one.all && taker.first.starts_with(above)); });
+  if (!one.may_show_in(x)) return !one.node && is_taken_later && one.is_exceeded_by(x) ? Made::OfFeatures : Made::Otherwise;
   return is_taken_later ? Made::OfFeatures : Made::OfFeaturesOrAll;
 }
 
@@ -234,7 +213,7 @@ class DropFeatures final : public nn::Interceptor {
         block->unknown_of.empty() || here.step == 0, "parallelize_module: Dropout '", module.path(), "' is given a tensor of shape ", x.sizes(), " behind '",
         block->unknown_of,
         "', and nobody can tell whether it is this rank's part of some features, or the same on every rank, so its mask might not be that of one device; of "
-        "what was brought together take a part by comm::differentiable::split, or by narrow or chunk of the last dimension; of what records no graph let a "
+        "what was brought together take a part by comm::differentiable::split; of what records no graph let a "
         "RowParallel layer beside take the features; of what all ranks hold alike take torch::nn::Dropout");
     if (!block->unknown_of.empty()) return next(std::move(inputs));  // of no stated step: all ranks' mask
     require(

@@ -267,6 +267,27 @@ TEST(SplitModules, AModuleMayHookWhatItIsGiven) {
   }
 }
 
+struct TiedHeadImpl : nn::Module {
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& weight) { return x.matmul(weight.t()); }
+};
+TESSERA_MODULE(TiedHead);
+
+/// The hook was there before the call.
+TEST(SplitModules, AModuleMayBeGivenWhatHasAHook) {
+  struct Net : torch::nn::Module {
+    Net() {
+      register_module("fc", fc);
+      register_module("head", head);
+      fc->weight.register_hook([](const at::Tensor& grad) { return grad.clamp(-0.1, 0.1); });
+    }
+    at::Tensor forward(const at::Tensor& x) { return head(fc(x), fc->weight); }
+    torch::nn::Linear fc{5, 5};
+    TiedHead head;
+  };
+  const auto model = std::make_shared<Net>();
+  EXPECT_EQ(pipeline::split(model, {torch::randn({3, 5})}, {}).stages(), 1);
+}
+
 struct DrawnImpl : nn::Module {
   at::Tensor forward(int64_t rows) { return torch::randn({rows, 4}); }
 };

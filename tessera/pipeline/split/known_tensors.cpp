@@ -21,12 +21,6 @@ namespace tessera::tape {
 
 namespace {
 
-/// A module's call runs anew, and with it what that hooks to what it returns. Those of C++ are one hook of autograd's, which has a list.
-size_t hooks_of(const at::Tensor& tensor) {
-  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-  return meta == nullptr ? 0 : meta->hooks_.size() + (meta->cpp_hooks_list_ ? meta->cpp_hooks_list_->size() : 0);
-}
-
 const torch::autograd::Node* maker_of(const at::Tensor& tensor) { return tensor.is_leaf() ? nullptr : tensor.grad_fn().get(); }
 
 bool same_place(const Form& a, const at::Tensor& b) {
@@ -126,6 +120,13 @@ void KnownTensors::check_history(int value, const at::Tensor& tensor) const {
           "the hook on a parameter");
 }
 
+// Those of C++ are one hook of autograd's, which has a list.
+size_t KnownTensors::hooks_of(const at::Tensor& tensor) {
+  const auto* const meta = tensor.defined() ? torch::autograd::impl::get_autograd_meta(tensor) : nullptr;
+  return meta == nullptr ? 0 : meta->hooks_.size() + (meta->cpp_hooks_list_ ? meta->cpp_hooks_list_->size() : 0);
+}
+
+/// A module's call runs anew, and with it what that hooks to what it returns.
 void KnownTensors::note_hooks(int value, const at::Tensor& tensor) {
   hooks_[value] = hooks_of(tensor);
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
@@ -148,10 +149,11 @@ bool is_used(const Graph& graph, int value) {
 }
 }  // namespace
 
-void KnownTensors::hooked_inside(const at::Tensor& tensor) {
+void KnownTensors::hooked_inside(const at::Tensor& tensor, size_t before) {
+  if (hooks_of(tensor) == before) return;
   const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-  if (found == numbers_.end() || meta == nullptr || !meta->cpp_hooks_list_ || hooks_of(tensor) == hooks_.at(found->second)) return;
+  if (found == numbers_.end() || !meta->cpp_hooks_list_) return;
   require(
       !is_used(graph_, found->second), "pipeline: ", where_.text(),
       " hooks a tensor that it was given (register_hook), and others were given it before: where these lie in another stage, the hook would be called with a "

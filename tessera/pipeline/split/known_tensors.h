@@ -53,8 +53,9 @@ class KnownTensors {
   std::vector<int> take_rebased() { return std::exchange(rebased_, {}); }
 
   /// A call that will run anew as a whole, the node behind all that the graph has, has returned: what that has hooked to `tensor`, which it was given, it hooks
-  /// anew. Throws ConfigError where others were given the tensor before.
-  void hooked_inside(const at::Tensor& tensor);
+  /// anew. `before`: hooks_of() when it was given. Throws ConfigError where others were given the tensor before.
+  void hooked_inside(const at::Tensor& tensor, size_t before);
+  static size_t hooks_of(const at::Tensor& tensor);
   /// When the pass is over: refuses hooks that nobody's use has shown. Throws ConfigError.
   void check_hooks() const;
 

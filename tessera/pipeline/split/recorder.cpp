@@ -156,11 +156,13 @@ class Recorder final : public nn::OperatorWatcher {
 
     our_own.reset();
     const nn::Values given = inputs;
+    const std::vector<size_t> hooks = hooks_of(given);
     nn::Values outputs = run_inside(node, std::move(inputs), next);
     our_own.emplace();
+    auto before = hooks.begin();
     for (const c10::IValue& value : given) {
-      for_tensors(value, [this](const at::Tensor& tensor) {
-        known_.hooked_inside(tensor);
+      for_tensors(value, [&](const at::Tensor& tensor) {
+        known_.hooked_inside(tensor, *before++);
         return tensor;
       });
     }
@@ -193,6 +195,18 @@ class Recorder final : public nn::OperatorWatcher {
     if (!tensor.defined()) return;
     const auto found = state_.find(tensor.unsafeGetTensorImpl());
     if (found != state_.end() && std::ranges::find(node.state, found->second) == node.state.end()) node.state.push_back(found->second);
+  }
+
+  /// Of each of their tensors.
+  static std::vector<size_t> hooks_of(const nn::Values& values) {
+    std::vector<size_t> hooks;
+    for (const c10::IValue& value : values) {
+      for_tensors(value, [&](const at::Tensor& tensor) {
+        hooks.push_back(KnownTensors::hooks_of(tensor));
+        return tensor;
+      });
+    }
+    return hooks;
   }
 
   static void add_write(Node& node, int value) {
