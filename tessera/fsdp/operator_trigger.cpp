@@ -130,12 +130,17 @@ bool OperatorTrigger::was_updated(const at::Tensor& parameter) const {
   return found != updated_.end() && found->second != parameter.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-/// Whether what is made like a parameter is a part of a forward: libtorch writes `1 - weight` as empty_like(weight).fill_(1).sub_(weight). Zeros like what has
-/// a gradient and was never updated are the state that an optimizer begins with.
-bool OperatorTrigger::shapes_forward(const c10::FunctionSchema& schema) const {
-  if (!in_evaluation()) return false;
-  const at::Tensor& parameter = seen_.front().tensor;
-  return schema.name() != "aten::zeros_like" || !parameter.grad().defined() || was_updated(parameter);
+/// Zeros like what has a gradient and was never updated are the state that an optimizer begins with, and so are those for which libtorch's optimizers say how
+/// they lie in memory, at any time.
+bool OperatorTrigger::begins_state(const c10::FunctionSchema& schema, Arguments arguments, const at::Tensor& parameter) const {
+  if (schema.name() != "aten::zeros_like" || !parameter.grad().defined()) return false;
+  const auto lies = schema.argumentIndexWithName("memory_format");
+  return !was_updated(parameter) || (lies && !arguments[static_cast<size_t>(*lies)].isNone());
+}
+
+/// Whether what is made like a parameter is a part of a forward: libtorch writes `1 - weight` as empty_like(weight).fill_(1).sub_(weight).
+bool OperatorTrigger::shapes_forward(const c10::FunctionSchema& schema, Arguments arguments) const {
+  return in_evaluation() && !begins_state(schema, arguments, seen_.front().tensor);
 }
 
 /// libtorch's `1 - weight` and `1 / weight`, the first operators of a forward: empty_like(weight), fill_(1), and sub_ or div_ by the weight, one behind the
@@ -165,7 +170,7 @@ void OperatorTrigger::fill_whole(const at::Tensor& filled) {
 
 bool OperatorTrigger::scalar_wants_whole(const c10::FunctionSchema& schema) const {
   if (at::GradMode::is_enabled()) return role_ == Role::Trigger || seen_.front().tensor.requires_grad();
-  if (evaluating_ || !module_.is_training()) return true;
+  if (in_evaluation() || !module_.is_training()) return true;
   if (role_ == Role::Trigger) refuse_unclear(schema);
   return false;
 }
@@ -173,7 +178,7 @@ bool OperatorTrigger::scalar_wants_whole(const c10::FunctionSchema& schema) cons
 /// Where calls trigger, parameters are slices between them, for whoever looks.
 bool OperatorTrigger::wants_whole(const c10::OperatorHandle& op, Arguments arguments, OperatorUse use) const {
   const c10::FunctionSchema& schema = op.schema();
-  if (use == OperatorUse::Shape) return shapes_forward(schema);
+  if (use == OperatorUse::Shape) return shapes_forward(schema, arguments);
   if (scalar_.is_applied) return scalar_wants_whole(schema);
   if (role_ == Role::Trigger) return begins_forward(op, arguments, use);
   if (use == OperatorUse::Whole || use == OperatorUse::Slice) return use == OperatorUse::Whole;
@@ -182,7 +187,7 @@ bool OperatorTrigger::wants_whole(const c10::OperatorHandle& op, Arguments argum
   if (at::GradMode::is_enabled() && begins_between_calls(schema, arguments, use)) return true;
   if (use == OperatorUse::Unlike) return at::GradMode::is_enabled() || agrees_on_whole(op, arguments);
   if (use == OperatorUse::Alike) return !at::GradMode::is_enabled() && forward_beside_alike(op, arguments);
-  return evaluating_ || (use == OperatorUse::Alone && !module_.is_training());
+  return in_evaluation() || (use == OperatorUse::Alone && !module_.is_training());
 }
 
 /// Whether an operator is one of a forward where autograd records what is made of a parameter and no call is under way: a method of the program's own uses it,
@@ -215,10 +220,10 @@ bool OperatorTrigger::begins_forward(const c10::OperatorHandle& op, Arguments ar
     if (use == OperatorUse::Alike && (writes(schema) || !fits)) refuse_made_by_slices(schema);
     return true;
   }
-  const bool forward = evaluating_ || !module_.is_training();  // as far as anybody knows
+  const bool forward = in_evaluation() || !module_.is_training();  // as far as anybody knows
   switch (use) {
     case OperatorUse::Look:
-      if (evaluating_) return true;
+      if (in_evaluation()) return true;
       refuse_unclear(schema);
     case OperatorUse::Clone:
       refuse_unclear(schema);
@@ -242,6 +247,15 @@ bool OperatorTrigger::slices_fit(const SeenSlice& seen, bool on_any_rank) const 
   return std::ranges::any_of(tensors_.slices_of_ranks(seen.place), [&](const std::vector<int64_t>& slice) { return broadcast_together(slice, whole); });
 }
 
+/// Where the only shard has all rows, whether a tensor has the type in which they are kept, and not that in which they are gathered (param_dtype): what follows
+/// the parameters goes by values that were not rounded, and to a forward they are as good.
+bool OperatorTrigger::is_stored(const UnitPlace& parameter, const at::Tensor& other) const {
+  if (tensors_.are_cut()) return false;
+  const FlatParameters& flat = tensors_.flat(parameter);
+  const at::ScalarType kept = flat.slice_view(parameter.index).scalar_type();
+  return other.scalar_type() == kept && kept != flat.dtypes().gathered;
+}
+
 /// Whether, without gradients, an operator that takes a parameter beside what has its slice's shape is one of a forward: an optimizer takes it beside its
 /// gradient, what follows it is written, and what else is done with slices goes by elements. Where that would not fit the whole, it is of slices, unless the
 /// other was made by the slice's sizes.
@@ -255,6 +269,10 @@ bool OperatorTrigger::forward_beside_alike(const c10::OperatorHandle& op, Argume
     if (role_ == Role::Trigger && training && !goes_on && tensors_.are_cut()) refuse_unclear(schema);
     return !training || goes_on;
   }
+  const bool stored = std::ranges::any_of(seen_, [&](const SeenSlice& seen) {
+    return std::ranges::any_of(tensors_beside(arguments, seen.operand), [&](const at::Tensor& other) { return is_stored(seen.place, other); });
+  });
+  if (stored) return false;
   if (goes_on && fits(/*on_any_rank=*/false)) return true;
   if (training) {
     if (goes_on && fits(/*on_any_rank=*/true)) refuse_unclear(schema);  // as where it fits would be gathered for
@@ -316,7 +334,7 @@ bool OperatorTrigger::means_slices(const c10::OperatorHandle& op, Arguments argu
   if (schema.name() == "aten::zeros_like" && operands.size() == 1) {
     const UnitPlace& parameter = operands.front().parameter;
     const at::Tensor &tensor = tensors_.named(parameter).tensor, &gradient = tensor.grad();
-    return gradient.defined() && gradient.sizes() == tensors_.slice_sizes(parameter) && !was_updated(tensor);
+    return gradient.defined() && gradient.sizes() == tensors_.slice_sizes(parameter) && begins_state(schema, arguments, tensor);
   }
   const auto others_beside = [&](const OperandPlace& place) {
     std::vector<at::Tensor> others = tensors_beside(arguments, place);
@@ -331,7 +349,7 @@ bool OperatorTrigger::means_slices(const c10::OperatorHandle& op, Arguments argu
     const at::IntArrayRef sizes = tensors_.slice_sizes(operand.parameter);
     const bool tells = writes(schema) || (by_elements && !broadcast_together(sizes, tensors_.whole_sizes(operand.parameter)));
     return std::ranges::any_of(others_beside(operand.place), [&](const at::Tensor& other) {
-      return other.sizes() == sizes && (tells || tensors_.is_gradient(other) || tensors_.find_slice(other));
+      return other.sizes() == sizes && (tells || tensors_.is_gradient(other) || tensors_.find_slice(other) || is_stored(operand.parameter, other));
     });
   });
 }

@@ -63,7 +63,8 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   void scan(Arguments arguments);
   bool in_evaluation() const;
   bool forward_goes_on() const { return in_evaluation() || step_.is_open(); }
-  bool shapes_forward(const c10::FunctionSchema& schema) const;
+  bool begins_state(const c10::FunctionSchema& schema, Arguments arguments, const at::Tensor& parameter) const;
+  bool shapes_forward(const c10::FunctionSchema& schema, Arguments arguments) const;
   bool follow_scalar(const c10::FunctionSchema& schema, Arguments arguments);
   void fill_whole(const at::Tensor& filled);
   bool scalar_wants_whole(const c10::FunctionSchema& schema) const;
@@ -72,6 +73,7 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   bool begins_between_calls(const c10::FunctionSchema& schema, Arguments arguments, OperatorUse use) const;
   bool takes_parameters_alone(Arguments arguments) const;
   bool slices_fit(const SeenSlice& seen, bool on_any_rank) const;
+  bool is_stored(const UnitPlace& parameter, const at::Tensor& other) const;
   bool forward_beside_alike(const c10::OperatorHandle& op, Arguments arguments) const;
   bool is_beside_rows_of_another(Arguments arguments) const;
   bool means_whole_on_one_rank(const c10::FunctionSchema& schema) const;

@@ -126,10 +126,33 @@ const Names& comparisons() {
 
 /// Element by element, made of operators that libtorch marks so.
 const Names& by_elements() {
-  static const Names names{"aten::where",         "aten::rsub",         "aten::subtract", "aten::multiply",       "aten::divide",
-                           "aten::arctan2",       "aten::floor_divide", "aten::greater",  "aten::less",           "aten::not_equal",
-                           "aten::greater_equal", "aten::isclose",      "aten::allclose", "aten::less_equal",     "aten::masked_fill",
-                           "aten::dist",          "aten::mse_loss",     "aten::l1_loss",  "aten::smooth_l1_loss", "aten::huber_loss"};
+  static const Names names{"aten::where",
+                           "aten::rsub",
+                           "aten::subtract",
+                           "aten::multiply",
+                           "aten::divide",
+                           "aten::arctan2",
+                           "aten::floor_divide",
+                           "aten::greater",
+                           "aten::less",
+                           "aten::not_equal",
+                           "aten::greater_equal",
+                           "aten::isclose",
+                           "aten::allclose",
+                           "aten::less_equal",
+                           "aten::masked_fill",
+                           "aten::dist",
+                           "aten::mse_loss",
+                           "aten::l1_loss",
+                           "aten::smooth_l1_loss",
+                           "aten::huber_loss",
+                           "aten::masked_select",
+                           "aten::expand_as",
+                           "aten::kl_div",
+                           "aten::binary_cross_entropy",
+                           "aten::binary_cross_entropy_with_logits",
+                           "aten::soft_margin_loss",
+                           "aten::poisson_nll_loss"};
   return names;
 }
 

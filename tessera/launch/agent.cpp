@@ -92,11 +92,12 @@ class Agent {
     stuck_.restart();
   }
 
-  /// Our own ranks at once; the others hear of it from the next proposal. Whoever asks again does not want to wait for the grace time.
+  /// Our own ranks at once; the others hear of it from the next proposal. Whoever asks again, by the same signal, does not want to
+  /// wait for the grace time; schedulers go from one signal to the next.
   void interrupt(int signal) {
     const Clock::time_point now = Clock::now();
     const bool again = self_.interrupted.has_value();
-    if (again && now - interrupted_at_ <= one_request) return;
+    if (again && (signal != *self_.interrupted || now - interrupted_at_ <= one_request)) return;
     if (!again) {
       self_.interrupted = signal;
       interrupted_at_ = now;

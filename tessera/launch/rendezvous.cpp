@@ -216,6 +216,7 @@ void Rendezvous::bring_up_to_date(c10d::Store& store, const Known& known) const 
 
 Rendezvous::Store Rendezvous::take_over(const Known& known, bool proven) {
   const Round& job = known.job;
+  if (!spare_) throw CommError("the node that served the rendezvous is gone, and a job of one node has no other");
   Store store = spare_->clone();
   const auto came = 1 + std::ranges::count_if(job.nodes, [&](const Node& node) { return node.id != node_.id && store->check({key("came/" + node.id)}); });
   const auto all = static_cast<int64_t>(job.nodes.size());

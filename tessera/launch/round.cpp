@@ -238,11 +238,11 @@ class Look {
   Step conclude(const std::vector<Node>& survivors) const {
     const bool some_lost = survivors.size() < round_.nodes.size();
     const auto [job_end, last_lines] = explain();
-    if (all_members([](const NodeReport& record) { return record.done; })) return propose(end(round_, 0, ""));
+    if (!round_.lacks_server && all_members([](const NodeReport& record) { return record.done; })) return propose(end(round_, 0, ""));
     if (job_end.exit_code == bad_input) return propose(end(round_, bad_input, job_end.sentence));
     if (round_.cause == Cause::Interrupt) {
       if (job_end.exit_code != 0) return propose(end(round_, failed, job_end.sentence));
-      if (all_members([](const NodeReport& record) { return record.clean; })) return propose(end(round_, 0, ""));
+      if (!round_.lacks_server && all_members([](const NodeReport& record) { return record.clean; })) return propose(end(round_, 0, ""));
       return propose(end(round_, failed, detail::concat("interrupted by ", describe_signal(round_.signal), "; all ranks have ended")));
     }
 
@@ -311,6 +311,7 @@ class Look {
     next.cause = Cause::None;
     next.signal = 0;
     next.quorum = 0;
+    next.lacks_server = false;
     return propose(std::move(next));
   }
 
@@ -355,6 +356,7 @@ Step decide(const Round& round, const std::map<std::string, Peer>& peers, const 
 Round taken_over(const Round& seen, const std::string& server, int quorum) {
   Round next = seen;
   next.nodes = without(seen.nodes, server);
+  next.lacks_server = next.nodes.size() < seen.nodes.size();
   next.phase = Phase::Stopping;
   if (seen.cause != Cause::Interrupt) next.cause = Cause::Lost;  // a job that was asked to end begins no other round
   next.quorum = quorum;

@@ -45,6 +45,7 @@ struct Round {
   std::vector<Node> waiting{};  ///< came later
   int restarts = 0;             ///< used up by failures
   int quorum = 0;               ///< Stopping: members that must be left, where those that are not may go on elsewhere
+  bool lacks_server = false;    ///< Stopping: of the members one went with the store, and what its ranks came to nobody knows
   comm::Endpoint master{};      ///< the workers' store
   Cause cause = Cause::None;    ///< Stopping
   int signal = 0;               ///< Stopping, Interrupt: the signal to hand on

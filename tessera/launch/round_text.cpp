@@ -15,7 +15,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Endpoint, host, port)
 namespace tessera::launch {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Node, id, address, nproc, spare_port, order)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Round, phase, number, nnodes, job, nodes, waiting, restarts, quorum, master, cause, signal, reason, last_lines, exit_code)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Round, phase, number, nnodes, job, nodes, waiting, restarts, quorum, lacks_server, master, cause, signal, reason, last_lines,
+                                   exit_code)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Ending, rank, wait_status, report, last_lines)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(NodeReport, beat, round, running, done, clean, left, failures, record_sentence)
 

@@ -632,6 +632,59 @@ TEST(FullyShardLoop, ACopyInAnEvaluationIsRefusedWithALineThatIsRight) {
   }
 }
 
+/// With one shard in 16 bits, what follows the parameters goes by those in 32, whatever forward came before.
+TEST(FullyShardLoop, AnAverageBehindAnEvaluationIsOfTheParametersThatAreKept) {
+  Table net(6, {});
+  const at::Tensor kept = net.table.detach().clone();
+  const auto sharded = fully_shard(net, comm::Group::self(), {.param_dtype = at::kBFloat16});
+  const at::NoGradGuard no_grad;
+  for (const bool training : {false, true}) {
+    net.train(training);
+    (void)net.in(random_tensor({2, 3}, "x").to(at::kBFloat16));
+    at::Tensor average = at::zeros_like(kept);
+    average.add_((net.table - average) / 2);
+    EXPECT_TRUE(at::equal(average, kept / 2)) << training;
+  }
+}
+
+/// libtorch's optimizers say how their state lies in memory. One that is made anew begins with a slice's, whatever was updated before.
+TEST(FullyShardLoop, ANewOptimizersStateIsASlicesBehindAnEvaluation) {
+  run_ranks(2, [&](World& world) {
+    Table net(6, [](const at::Tensor& table, const at::Tensor& h) { return table.sum() * h.sum(); });
+    const auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+    const auto backward = [&] { net.forward(random_tensor({2, 3}, "x")).backward(); };
+    const auto evaluate = [&] {
+      const at::NoGradGuard no_grad;
+      (void)net.forward(random_tensor({2, 3}, "x"));
+    };
+    torch::optim::SGD first(net.parameters(), 0.1);
+    backward();
+    first.step();
+    torch::optim::Adam second(net.parameters(), 0.1);
+    second.zero_grad();
+    backward();
+    evaluate();
+    second.step();
+    for (const auto& [key, state] : second.state()) {
+      const auto& moments = static_cast<const torch::optim::AdamParamState&>(*state);
+      EXPECT_EQ(moments.exp_avg().sizes(), static_cast<const c10::TensorImpl*>(key)->sizes());
+    }
+  });
+}
+
+/// Behind train() no forward without gradients is under way: what one rank prints gathers nothing.
+TEST(FullyShardLoop, ALineForALogBehindAnEvaluationThatHasEndedIsRefused) {
+  run_ranks(2, [&](World& world) {
+    Table net(6, {});
+    const auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+    const at::NoGradGuard no_grad;
+    net.eval();
+    (void)net.in(random_tensor({2, 3}, "x"));
+    net.train();
+    if (world.rank() == 0) EXPECT_THAT(refusal([&] { (void)net.table.norm(); }), HasSubstr("nothing tells a forward"));
+  });
+}
+
 /// Made of the slice before the first layer, where gradients are recorded.
 TEST(FullyShardLoop, APenaltyThatBeginsWithASlicesZerosIsRefusedByName) {
   run_ranks(2, [&](World& world) {

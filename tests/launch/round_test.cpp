@@ -648,6 +648,21 @@ TEST(Round, ATakeoverOfAJobThatWasAskedToEndStartsNothing) {
   EXPECT_EQ(decide(taken_over(seen, "gone", 0), {}, self, {.min_nodes = 1, .max_nodes = 2}).proposal.phase, Phase::Finished);
 }
 
+/// What was not done on the node that served the store, nobody has done.
+TEST(Round, ATakeoverIsNoEndThatIsWell) {
+  const Rules any{.min_nodes = 1, .max_nodes = 2}, both{.min_nodes = 2, .max_nodes = 2};
+  const Self self{.node = {.id = "me"}, .record = {.round = 4, .done = true, .clean = true}};
+  Round seen{.phase = Phase::Running, .number = 4, .nodes = {{.id = "gone"}, {.id = "me"}}};
+  seen.nnodes = "1:2";
+  EXPECT_NE(decide(taken_over(seen, "gone", 0), {}, self, any).proposal.phase, Phase::Finished) << "it runs again";
+  seen.nnodes = "2:2";
+  EXPECT_NE(decide(taken_over(seen, "gone", 0), {}, self, both).proposal.exit_code, 0);
+  seen.phase = Phase::Stopping, seen.cause = Cause::Interrupt, seen.signal = SIGTERM;
+  EXPECT_NE(decide(taken_over(seen, "gone", 0), {}, self, both).proposal.exit_code, 0);
+  EXPECT_EQ(decide(taken_over(seen, "spare", 0), {{"gone", {.record = {.round = 4, .done = true, .clean = true}}}}, self, both).proposal.exit_code, 0)
+      << "one that was no member";
+}
+
 /// Whatever happens in whatever order: a round's workers are started once by each of its members, and in the end all agents that live agree.
 TEST(Round, HoldsTogetherUnderRandomFaults) {
   for (uint32_t seed = 0; seed < 120; ++seed) {
