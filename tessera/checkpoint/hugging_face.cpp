@@ -142,22 +142,29 @@ at::Tensor view_of(const HuggingFaceTensor& row, const at::Tensor& theirs) {
   return row.transposed ? part.t() : part;
 }
 
-HuggingFaceFamily require_family(const ModelConfig& model, const std::string& consequence) {
-  std::string other;
+namespace {
+/// The one that can compute the model; none, and why the last of its family cannot.
+std::optional<HuggingFaceFamily> find_family(const ModelConfig& model, std::string& refusal) {
   for (const auto& family : hugging_face_families()) {
     if (family.family != model.family) continue;
-    other = family.refusal == nullptr ? "" : family.refusal(model);
-    if (other.empty()) return family;
+    refusal = family.refusal == nullptr ? "" : family.refusal(model);
+    if (refusal.empty()) return family;
   }
-  require(other.empty(), other, "; ", consequence);
+  return std::nullopt;
+}
+}  // namespace
+
+HuggingFaceFamily require_family(const ModelConfig& model, const std::string& consequence) {
+  std::string refusal;
+  if (auto family = find_family(model, refusal)) return *std::move(family);
+  require(refusal.empty(), refusal, "; ", consequence);
   throw ConfigError("model.family = " + model.family + ": Hugging Face has no such model, so " + consequence);
 }
 
 std::optional<std::vector<HuggingFaceTensor>> hugging_face_table(const ModelConfig& model) {
-  for (const auto& family : hugging_face_families()) {
-    if (family.family == model.family && (family.refusal == nullptr || family.refusal(model).empty())) return family.table(model);
-  }
-  return std::nullopt;
+  std::string refusal;
+  const auto family = find_family(model, refusal);
+  return family ? std::optional(family->table(model)) : std::nullopt;
 }
 
 void require_model_folder(const std::filesystem::path& dir) {

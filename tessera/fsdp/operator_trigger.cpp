@@ -75,10 +75,10 @@ bool OperatorTrigger::looks_alike_elsewhere(Arguments arguments) const {
 /// Whether what stands beside the parameters has the shapes of some other rank's slices, cut as they are.
 bool OperatorTrigger::is_beside_rows_of_another(Arguments arguments) const {
   if (!tensors_.are_cut()) return false;
-  const auto ranks = static_cast<size_t>(tensors_.flat(seen_.front().place).layout().ranks);
-  for (size_t rank = 0; rank < ranks; ++rank) {
+  const int ranks = tensors_.flat(seen_.front().place).layout().ranks;
+  for (int rank = 0; rank < ranks; ++rank) {
     const bool all = std::ranges::all_of(seen_, [&](const SeenSlice& seen) {
-      const std::vector<int64_t> slice = tensors_.slices_of_ranks(seen.place)[rank];
+      const std::vector<int64_t> slice = tensors_.slice_of_rank(seen.place, rank);
       return slice != tensors_.whole_sizes(seen.place) &&
              std::ranges::all_of(tensors_beside(arguments, seen.operand), [&](const at::Tensor& other) { return other.sizes() == slice; });
     });

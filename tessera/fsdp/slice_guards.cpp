@@ -23,8 +23,9 @@ namespace {
 
 /// Whether `sizes` are those of some rank's slice, and not of this one's.
 bool is_another_ranks(at::IntArrayRef sizes, const UnitTensors& tensors, const UnitPlace& place) {
+  if (sizes == tensors.slice_sizes(place)) return false;  // as an optimizer's state is, at each of its operators
   const std::vector<std::vector<int64_t>> slices = tensors.slices_of_ranks(place);
-  return sizes != tensors.slice_sizes(place) && std::ranges::find(slices, sizes.vec()) != slices.end();
+  return std::ranges::find(slices, sizes.vec()) != slices.end();
 }
 
 }  // namespace

@@ -92,18 +92,21 @@ bool UnitTensors::is_gradient(const c10::IValue& value) const {
   return std::ranges::any_of(list, is);
 }
 
-std::vector<std::vector<int64_t>> UnitTensors::slices_of_ranks(const UnitPlace& place) const {
+std::vector<int64_t> UnitTensors::slice_of_rank(const UnitPlace& place, int rank) const {
   const UnitLayout& layout = flat(place).layout();
-  std::vector<std::vector<int64_t>> slices(static_cast<size_t>(layout.ranks), layout.parameters[place.index].shape);
-  for (int rank = 0; rank < layout.ranks; ++rank) {
-    std::vector<int64_t>& shape = slices[static_cast<size_t>(rank)];
-    const int64_t rows = rows_of(layout, place.index, rank).second;
-    if (!shape.empty()) {
-      shape[0] = rows;
-    } else if (rows == 0) {
-      shape = {0};
-    }
+  std::vector<int64_t> shape = layout.parameters[place.index].shape;
+  const int64_t rows = rows_of(layout, place.index, rank).second;
+  if (!shape.empty()) {
+    shape[0] = rows;
+  } else if (rows == 0) {
+    shape = {0};
   }
+  return shape;
+}
+
+std::vector<std::vector<int64_t>> UnitTensors::slices_of_ranks(const UnitPlace& place) const {
+  std::vector<std::vector<int64_t>> slices;
+  for (int rank = 0; rank < flat(place).layout().ranks; ++rank) slices.push_back(slice_of_rank(place, rank));
   return slices;
 }
 

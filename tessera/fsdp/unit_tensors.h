@@ -50,6 +50,7 @@ class UnitTensors {
   const std::string& name(const UnitPlace& place) const { return named(place).name; }
   at::IntArrayRef whole_sizes(const UnitPlace& place) const { return flat(place).layout().parameters[place.index].shape; }
   at::IntArrayRef slice_sizes(const UnitPlace& place) const { return flat(place).slice_sizes(place.index); }
+  std::vector<int64_t> slice_of_rank(const UnitPlace& place, int rank) const;
   /// Of every rank's slice, by rank.
   std::vector<std::vector<int64_t>> slices_of_ranks(const UnitPlace& place) const;
   /// On this rank.

@@ -27,7 +27,7 @@ std::vector<std::string> self_command();
 /// 0 that dies does not take the store along.
 ///
 /// A rank that dies ends all: the others get SIGTERM, and SIGKILL later. SIGINT, SIGTERM and SIGHUP to this process are handed to
-/// every rank once, whatever threads this process has; a second signal, more than a second later, ends those that are left by SIGKILL. If this process is
+/// every rank once, whatever threads this process has; the same signal again, more than a second later, ends those that are left by SIGKILL. If this process is
 /// killed, the kernel kills its workers. One launch at a time in a process. Throws ConfigError for nproc < 1, an empty command, or a program that cannot be
 /// started.
 int run_local(const LocalOptions& options);

@@ -217,9 +217,11 @@ class Look {
   }
 
   bool is_current(const NodeReport* record) const { return record != nullptr && record->round == round_.number; }
+  /// Not where one went with the store, of which nobody knows.
   template <class Predicate>
   bool all_members(Predicate predicate) const {
-    return std::ranges::all_of(round_.nodes, [&](const Node& node) { return is_current(record_of(node.id)) && predicate(*record_of(node.id)); });
+    return !round_.lacks_server &&
+           std::ranges::all_of(round_.nodes, [&](const Node& node) { return is_current(record_of(node.id)) && predicate(*record_of(node.id)); });
   }
   template <class Predicate>
   bool any_member(Predicate predicate) const {
@@ -238,11 +240,11 @@ class Look {
   Step conclude(const std::vector<Node>& survivors) const {
     const bool some_lost = survivors.size() < round_.nodes.size();
     const auto [job_end, last_lines] = explain();
-    if (!round_.lacks_server && all_members([](const NodeReport& record) { return record.done; })) return propose(end(round_, 0, ""));
+    if (all_members([](const NodeReport& record) { return record.done; })) return propose(end(round_, 0, ""));
     if (job_end.exit_code == bad_input) return propose(end(round_, bad_input, job_end.sentence));
     if (round_.cause == Cause::Interrupt) {
       if (job_end.exit_code != 0) return propose(end(round_, failed, job_end.sentence));
-      if (!round_.lacks_server && all_members([](const NodeReport& record) { return record.clean; })) return propose(end(round_, 0, ""));
+      if (all_members([](const NodeReport& record) { return record.clean; })) return propose(end(round_, 0, ""));
       return propose(end(round_, failed, detail::concat("interrupted by ", describe_signal(round_.signal), "; all ranks have ended")));
     }
 
