@@ -299,6 +299,11 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
     wide.compute_dtype = at::kFloat;
     return linear_cross_entropy(rounded_to_half(hidden), rounded_to_half(weight), labels, wide);
   }
+  if (hidden.scalar_type() == at::kHalf && compute != at::kHalf) {  // which loses nothing
+    auto wide = options;
+    wide.compute_dtype = compute;
+    return linear_cross_entropy(hidden.to(at::kFloat), weight, labels, wide);
+  }
   const bool stands_for_device = compute == at::kHalf && hidden.is_meta();
   if (stands_for_device && (hidden.scalar_type() == at::kHalf || weight.scalar_type() == at::kHalf)) {
     return linear_cross_entropy(hidden.to(at::kFloat), weight.to(at::kFloat), labels, options);

@@ -55,8 +55,8 @@ class WholeLogitsGuard {
 };
 
 /// Sum over valid tokens of the cross-entropy of `hidden @ weight^T`, without ever holding all logits; differentiable in `hidden` and `weight`.
-///   hidden  [T, D]  fp32 or bf16
-///   weight  [V, D]  fp32 or bf16; its gradient, accumulated over the chunks in fp32, comes in its grad_dtype()
+///   hidden  [T, D]  fp32, bf16 or fp16
+///   weight  [V, D]  fp32, bf16 or fp16; its gradient, accumulated over the chunks in fp32, comes in its grad_dtype()
 ///   labels  [T]     int64 in [0, V), or -100: the row counts for nothing and gets no gradient
 ///   result  []      fp32; divide by the global count of valid tokens, once, outside
 /// For each chunk of C tokens: one product gives C * V logits, one pass turns them into losses and, in place, into their gradient (softmax - target), two

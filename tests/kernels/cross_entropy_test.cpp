@@ -1,5 +1,8 @@
 #include "tessera/kernels/cross_entropy.h"
 
+#include <bit>
+#include <cstdint>
+
 #include <torch/csrc/autograd/autograd.h>
 
 #include "tessera/core/error.h"
@@ -142,6 +145,17 @@ TEST(LinearCrossEntropy, LargeAndInfiniteLogits) {
   EXPECT_NEAR(e.result.item().toDouble(), std::log(2.0), 1e-6);
   expect_close(e.gradients[0], at::tensor({0.0f, 0.0f, 0.0f, 0.0f, -0.5f, 0.5f}).view({2, 3}), 1e-6, "gradient");
   EXPECT_TRUE(std::isnan(cross_entropy_sum(at::full({1, 40}, NAN), at::zeros({1}, at::kLong)).item().toDouble()));
+}
+
+/// NVIDIA's NaN has all bits of the mantissa set, others one.
+TEST(LinearCrossEntropy, ANaNOfAnyBitsIsOne) {
+  for (const uint32_t bits : {0x7fffffffu, 0xffffffffu, 0x7fc00000u, 0x7fc00001u, 0x7f800001u, 0x7fbfffffu}) {
+    at::Tensor logits = at::zeros({1, 40});
+    logits[0].narrow(0, 3, 1).fill_(std::bit_cast<float>(bits));
+    const auto e = evaluate([&](const auto& in) { return cross_entropy_sum(in[0], at::zeros({1}, at::kLong)); }, {logits}, at::ones({}));
+    EXPECT_TRUE(std::isnan(e.result.item().toDouble())) << std::hex << bits;
+    EXPECT_TRUE(std::isnan(e.gradients[0][0][3].item().toDouble())) << std::hex << bits;
+  }
 }
 
 TEST(LinearCrossEntropy, OneHotExtremesUnderSmoothingAndZLoss) {

@@ -68,6 +68,18 @@ TEST(Half, LinearAndLossRoundTheOperandsOfTheProductAlone) {
   }
 }
 
+/// As a layer that computes in fp16 gives them to a head that does not.
+TEST(Half, HiddenStatesMeetALossOfMoreBits) {
+  const at::Tensor labels = at::tensor({0, 4, -100}, at::kLong), hidden = random({3, 8}), weight = random({5, 8}, at::kFloat, 2);
+  for (const at::ScalarType compute : {at::kFloat, at::kBFloat16}) {
+    const auto loss = [&](const auto& in) { return linear_cross_entropy(in[0], in[1], labels, {.compute_dtype = compute}); };
+    const auto got = evaluate(loss, {hidden.to(at::kHalf), weight}, at::ones({})), want = evaluate(loss, {rounded_to_half(hidden), weight}, at::ones({}));
+    EXPECT_TRUE(at::equal(got.result, want.result));
+    EXPECT_TRUE(at::equal(got.gradients[0], want.gradients[0].to(at::kHalf)));
+    EXPECT_TRUE(at::equal(got.gradients[1], want.gradients[1]));
+  }
+}
+
 TEST(Half, OverflowsAndVanishesAsOnADevice) {
   const at::Tensor large = at::full({1, 1}, 60000.0, at::kHalf), small = at::full({1, 1}, 1e-4, at::kHalf);
   EXPECT_TRUE(std::isinf(swiglu(large, large).item<float>()));

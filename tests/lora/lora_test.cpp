@@ -1,14 +1,17 @@
 #include "tessera/lora/lora.h"
 
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/relu.h>
+#include <ATen/ops/tanh.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
@@ -201,6 +204,73 @@ TEST(Lora, SquareLayersOfLibtorchGetTheGradientsOfTheirSum) {
       for (size_t i = 0; i < wanted.size(); ++i) EXPECT_TRUE(at::allclose(gradients[i], reference[i], 1e-4, 1e-5)) << size << ", " << i;
     }
   }
+}
+
+struct TiedNetImpl : torch::nn::Module {
+  explicit TiedNetImpl(bool is_tied = true) : is_tied(is_tied) {
+    register_module("encoder", encoder);
+    register_module("head", head);
+  }
+  at::Tensor forward(const at::Tensor& x) { return decoded(at::tanh(at::addmm(encoder->bias, x, encoder->weight.t(), 1, 0.5))); }
+  at::Tensor by_hand(const at::Tensor& x, const at::Tensor& term) {
+    return decoded(at::tanh(encoder->bias + 0.5 * at::linear(x, encoder->weight.detach().clone() + term)));
+  }
+  at::Tensor decoded(const at::Tensor& h) { return is_tied ? at::mm(h, encoder->weight) : head(h); }
+  torch::nn::Linear encoder{7, 5}, head{5, 3};
+  bool is_tied;
+};
+
+/// The gradient of a product by the weight as it is, and derivatives of gradients, are products by its transpose: libtorch's own, which get no term.
+TEST(Lora, LibtorchsProductsOfGradientsGetNoTerm) {
+  for (const bool is_tied : {true, false}) {
+    TiedNetImpl net(is_tied);
+    const auto adapted = lora::attach(net, {.modules = {"encoder"}, .rank = 2, .alpha = 4});
+    const at::Tensor a = parameter(net, "encoder.lora_a"), b = parameter(net, "encoder.lora_b");
+    b.data().normal_();
+    const at::Tensor x = at::randn({4, 7}).requires_grad_();
+    for (const bool is_penalty : {false, true}) {
+      const auto gradients = [&](const at::Tensor& y) {
+        at::Tensor loss = y.square().sum();
+        if (is_penalty) loss = torch::autograd::grad({loss}, {x}, {}, true, /*create_graph=*/true)[0].square().sum();
+        return torch::autograd::grad({loss}, {a, b, x});
+      };
+      const auto computed = gradients(net.forward(x)), expected = gradients(net.by_hand(x, 2 * at::mm(b, a)));
+      for (size_t i = 0; i < computed.size(); ++i) {
+        EXPECT_TRUE(at::allclose(computed[i], expected[i], 1e-4, 1e-4 * expected[i].abs().max().item<double>())) << is_tied << is_penalty << ", " << i;
+      }
+    }
+  }
+}
+
+/// A program's own checkpoint: its function makes the forward pass again in backward.
+struct MadeAgain : torch::autograd::Function<MadeAgain> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, TiedNetImpl* net) {
+    context->save_for_backward({x});
+    context->saved_data["net"] = reinterpret_cast<int64_t>(net);
+    return net->forward(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+    const at::AutoGradMode with_gradients(true);
+    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    const at::Tensor y = reinterpret_cast<TiedNetImpl*>(context->saved_data["net"].toInt())->forward(x);
+    y.backward(gradients[0]);
+    return {x.grad(), at::Tensor()};
+  }
+};
+
+TEST(Lora, AForwardPassOfLibtorchsLinearThatIsMadeAgainHasItsTerm) {
+  TiedNetImpl net;
+  const auto adapted = lora::attach(net, {.modules = {"encoder"}, .rank = 2, .alpha = 4});
+  parameter(net, "encoder.lora_b").data().normal_();
+  const at::Tensor x = at::randn({4, 7}).requires_grad_();
+  const auto gradients = [&](const at::Tensor& y) {
+    net.zero_grad();
+    x.mutable_grad() = at::Tensor();
+    y.square().sum().backward();
+    return std::vector{parameter(net, "encoder.lora_a").grad().clone(), parameter(net, "encoder.lora_b").grad().clone(), x.grad().clone()};
+  };
+  const auto plain = gradients(net.forward(x)), again = gradients(MadeAgain::apply(x, &net));
+  for (size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(at::allclose(again[i], plain[i], 1e-5, 1e-5)) << i;
 }
 
 TEST(Lora, DropsFromWhatLibtorchsLinearSees) {

@@ -8,6 +8,7 @@
 
 #include "tessera/comm/testing.h"
 #include "tessera/fsdp/fully_shard.h"
+#include "tessera/lora/lora.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/meta.h"
@@ -187,6 +188,38 @@ TEST(RecomputeLoop, EndsBetweenUnitsInAPlainLoop) {
       if (world.rank() == 0) expect_one_ranks(*model, ranks, expected);
     });
   }
+}
+
+/// Holds a Linear that cannot be intercepted.
+struct AroundLibtorchsImpl : nn::Module {
+  AroundLibtorchsImpl() {
+    register_module("inner", inner);
+    nn::assign_paths(*this);
+    testing_support::fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::tanh(inner(at::tanh(inner(x)))); }
+  torch::nn::Linear inner{5, 5};
+};
+TESSERA_MODULE(AroundLibtorchs);
+
+/// The pass is made again while a node of libtorch's own asks for what it saved.
+TEST(RecomputeLoop, AdaptersBesideLibtorchsLinearAreInThePassThatIsMadeAgain) {
+  std::vector<std::vector<at::Tensor>> gradients;
+  for (const bool is_recomputed : {false, true}) {
+    AroundLibtorchs model;
+    const auto adapted = lora::attach(*model, {.modules = {"inner"}, .rank = 2, .alpha = 4});
+    for (const auto& each : model->named_parameters()) {
+      if (each.key().ends_with("lora_b")) each.value().data().copy_(testing_support::random_tensor(each.value().sizes(), "b"));
+    }
+    const auto again = is_recomputed ? recompute(model, {.modules = ""}) : Attachment();
+    model(testing_support::random_tensor({6, 5}, "x")).square().sum().backward();
+    auto& of_adapters = gradients.emplace_back();
+    for (const at::Tensor& weight : model->parameters()) {
+      if (weight.requires_grad()) of_adapters.push_back(weight.grad());
+    }
+    ASSERT_EQ(of_adapters.size(), 2);
+  }
+  for (const int i : {0, 1}) EXPECT_TRUE(at::equal(gradients[0][i], gradients[1][i])) << i;
 }
 
 /// What it makes is weighed by what a teacher says, which is looked at alone.

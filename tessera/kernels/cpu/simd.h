@@ -196,7 +196,7 @@ TESSERA_INLINE float maximum(Floats values) {
 
 /// e^x for -87 <= x <= 88, as exp().
 TESSERA_INLINE Floats exp_within(Floats x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits of the mantissa
+  constexpr float kRound = 12583039.0f;  // 1.5 * 2^23 + 127: adding it leaves the rounded integer, as an exponent, in the low bits of the mantissa
   const Floats shifted = x * 1.44269504f + kRound;
   const Floats n = shifted - kRound;
   const Floats reduced = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts; n times the first is exact
@@ -207,7 +207,7 @@ TESSERA_INLINE Floats exp_within(Floats x) {
   p = p * reduced + 0.5f;
   p = p * reduced + 1.0f;
   p = p * reduced + 1.0f;
-  return bits_as<Floats>(bits_as<Words>(p) + (bits_as<Words>(shifted) << 23));
+  return p * bits_as<Floats>(bits_as<Words>(shifted) << 23);  // a product, so that every NaN stays one: exponents added to its bits may make a number of it
 }
 
 /// e^x within 1.5 units in the last place; 0 below -87, e^88 above 88, NaN for NaN. x = n ln 2 + r with |r| <= ln 2 / 2; Taylor's polynomial of degree 7 leaves
