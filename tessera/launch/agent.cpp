@@ -143,6 +143,7 @@ class Agent {
     exchanges_ = seen.exchanges;
     silence_.restart();
     view_ = std::move(seen.view);
+    if (self_.job.empty()) self_.job = view_->round.job;
     self_.node = rendezvous_->node();
     self_.unchanged_s = view_->unchanged_s;
     self_.took_part = self_.took_part || view_->round.phase != Phase::Finished;
@@ -243,6 +244,9 @@ class Agent {
       case Act::Stop:
         stop(step.signal);
         break;
+      case Act::Forget:
+        forget_job();
+        break;
       default:
         break;
     }
@@ -288,6 +292,16 @@ class Agent {
   void stop(int signal) {
     const double grace_s = signal == SIGKILL ? 0 : asked_to_save() ? options_.grace_s : options_.failure_grace_s;
     if (watch_) watch_->stop(signal, duration(grace_s), Clock::now());
+  }
+
+  void forget_job() {
+    if (options_.talkative) log().warn("the job that this node was of is gone, and another one has begun at {}: its ranks start with that one", rules_.place);
+    watch_.reset();
+    self_ = in_another_job(self_, view_->round);
+    waited_.restart();
+    told_number_ = 0;
+    told_who_is_missing_ = told_who_has_the_places_ = false;
+    wake_.ring();
   }
 
   int leave(const Step& step) {

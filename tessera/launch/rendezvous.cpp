@@ -112,7 +112,7 @@ std::unique_ptr<Board> Rendezvous::connect() {
     known_.met = true;
     known_.server = server;
   });
-  return board_on(std::move(store), again ? known.job : initial);
+  return board_on(std::move(store), initial);
 }
 
 std::unique_ptr<Board> Rendezvous::board_on(Store store, const Round& initial) {
@@ -127,13 +127,16 @@ void Rendezvous::say_that_we_serve(c10d::Store& store) const {
   store.set(job_key, options_.run_id);  // last: where it is, the others are
 }
 
-void Rendezvous::require_own_job(c10d::Store& store) const {
-  std::string there;
+std::string Rendezvous::id_there(c10d::Store& store) {
   try {
-    there = store.get_to_str(job_key);  // waits for it: whoever serves has just begun to
+    return store.get_to_str(job_key);  // waits for it: whoever serves has just begun to
   } catch (const c10::DistStoreError&) {
     throw CommError("the store there is not served by an agent of this version of `tessera run`; give this job another --rdzv-endpoint");
   }
+}
+
+void Rendezvous::require_own_job(c10d::Store& store) const {
+  const std::string there = id_there(store);
   if (there == options_.run_id) return;
   throw CommError(detail::concat("the job there has --rdzv-id ", there, ", this agent ", options_.run_id, "; give all agents of a job the same"));
 }
@@ -165,16 +168,22 @@ Rendezvous::Store Rendezvous::first_meeting(const Known& known) {
 
 Rendezvous::Store Rendezvous::meet_again(const Known& known) {
   const comm::Probe probe = comm::probe(known.place, patience);
+  bool proven = probe.refused;
+  Store other;
   if (probe.problem.empty()) {
     try {
-      return join_store(known.place, patience);
+      Store store = comm::join_store(known.place, patience);
+      if (store->check({key("server")}) && store->get_to_str(key("server")) == known.server) return store;
+      proven = true;  // another agent's, or another program's
+      other = store;
+      if (!outlives(known.job, known.server, options_.rules) && id_there(*other) == options_.run_id) return other;
     } catch (const std::exception&) {  // its process is stopped, or another one has the port
     }
   }
-  return meet_at_spare(known, probe.refused);
+  return meet_at_spare(known, proven, other);
 }
 
-Rendezvous::Store Rendezvous::meet_at_spare(const Known& known, bool proven) {
+Rendezvous::Store Rendezvous::meet_at_spare(const Known& known, bool proven, const Store& other) {
   const auto end = known.job.nodes.end();
   const auto self = known.server == node_.id ? end : std::ranges::find(known.job.nodes, node_.id, &Node::id);
   std::vector<Node> before(known.job.nodes.begin(), self);
@@ -200,6 +209,7 @@ Rendezvous::Store Rendezvous::meet_at_spare(const Known& known, bool proven) {
     return store;
   }
   if (self != end) return take_over(known, proven);
+  if (other) return other;
   throw CommError("this node is no member, and no other one is left");
 }
 

@@ -35,6 +35,9 @@ struct RendezvousOptions {
 /// the first one of them, in the order of their ranks, that is left. It goes on with the job if the old place is proven to be gone (its host refuses the
 /// connection), or if more than half of the last round's nodes, and at least MIN, have come to it. A host that does not answer at all cannot be told from a
 /// cut link, behind which the others may go on; in that case the rest only tries to come back.
+///
+/// Another store at the old place, of a job that begins there, proves that the old one is gone as well. Where too few nodes are left for the job to go on
+/// elsewhere, and the other one has its --rdzv-id, they are of that one from then on, and so is a node that only waited and finds no member.
 class Rendezvous {
  public:
   explicit Rendezvous(RendezvousOptions options);
@@ -69,10 +72,13 @@ class Rendezvous {
 
   Store first_meeting(const Known& known);
   Store meet_again(const Known& known);
-  Store meet_at_spare(const Known& known, bool proven);
+  /// `other`: what is at the old place in its stead, for a node that is no member and finds none.
+  Store meet_at_spare(const Known& known, bool proven, const Store& other);
   Store take_over(const Known& known, bool proven);
   void bring_up_to_date(c10d::Store& store, const Known& known) const;
   void say_that_we_serve(c10d::Store& store) const;
+  /// The --rdzv-id of the agent that serves `store`. Throws CommError where none does.
+  static std::string id_there(c10d::Store& store);
   /// Throws CommError, with both ids, where the agent that serves `store` has another --rdzv-id than this one.
   void require_own_job(c10d::Store& store) const;
   std::unique_ptr<Board> board_on(Store store, const Round& initial);

@@ -14,6 +14,8 @@
 // belongs to no round.
 // A number belongs to one round alone, or workers of two rounds would meet in one. Where the store is lost, whoever takes over may have seen less than others,
 // some of whose workers run already; so these put in what they have seen when they come (caught_up), and the next number is above all of them.
+// An endpoint may come to another job, which counts from 1 again: an agent that is led there ends the workers of its own one first, and forgets that one, or
+// their ends would count in it.
 // What may go on is decided for the worst case: nodes that cannot be reached may have met elsewhere, so a minority that cannot prove the others gone ends
 // rather than be a second job under one name.
 
@@ -40,6 +42,15 @@ auto holder_of(const std::vector<Node>& nodes, int order) {
   return std::ranges::find_if(nodes, [&](const Node& node) { return node.order >= 0 && node.order == order; });
 }
 
+/// As far as there is room, and in a static rendezvous only where a place is free.
+void take_in(Round& next, const std::vector<Node>& waiting, const Rules& rules) {
+  next.waiting.clear();
+  for (const Node& node : waiting) {
+    const bool fits = static_cast<int>(next.nodes.size()) < rules.max_nodes && holder_of(next.nodes, node.order) == next.nodes.end();
+    (fits ? next.nodes : next.waiting).push_back(node);
+  }
+}
+
 std::string count(size_t n, const char* what) { return detail::concat(n, ' ', what, n == 1 ? "" : "s"); }
 
 /// One look at a job, by one of its agents.
@@ -50,6 +61,7 @@ class Look {
 
   Step step() const {
     if (const Step left_over = end_old_workers(); left_over.act != Act::Wait) return left_over;
+    if (was_of_another_job()) return {.act = Act::Forget};
     switch (round_.phase) {
       case Phase::Joining:
         return joining();
@@ -75,14 +87,21 @@ class Look {
     return peer == peers_.end() ? nullptr : &peer->second.record;
   }
 
+  bool was_of_another_job() const { return !self_.job.empty() && self_.job != round_.job; }
+
   bool alive(const Node& node) const {
     const auto peer = peers_.find(node.id);
-    return node.id == self_.node.id || peer == peers_.end() || !(peer->second.gone || peer->second.silent_s > rules_.dead_after_s);
+    return node.id == self_.node.id || peer == peers_.end() || !(peer->second.gone || peer->second.record.left || peer->second.silent_s > rules_.dead_after_s);
   }
   std::vector<Node> alive(const std::vector<Node>& nodes) const {
     std::vector<Node> found;
     std::ranges::copy_if(nodes, std::back_inserter(found), [&](const Node& node) { return alive(node); });
     return found;
+  }
+  /// Since the list was last changed, in which a node stands for a while after its agent has ended.
+  bool has_beaten(const Node& node) const {
+    const auto peer = peers_.find(node.id);
+    return peer == peers_.end() || peer->second.silent_s < self_.unchanged_s;
   }
   std::vector<Node> lost() const {
     std::vector<Node> found;
@@ -126,6 +145,7 @@ class Look {
     if (!member_ && !waits_) {
       const auto taken = holder_of(round_.nodes, self_.node.order);
       if (taken != round_.nodes.end()) {
+        if (!has_beaten(*taken)) return wait();
         return leave(bad_input, detail::concat("--node-rank = ", self_.node.order, ": node ", taken->id, " has it already; give each node its own"));
       }
       auto& list = static_cast<int>(round_.nodes.size()) < rules_.max_nodes ? proposal.nodes : proposal.waiting;
@@ -133,25 +153,17 @@ class Look {
       return propose(proposal);
     }
     proposal.nodes = alive(round_.nodes);
-    take_in_waiting(proposal);
+    take_in(proposal, alive(round_.waiting), rules_);
     if (proposal != round_) return propose(proposal);
     if (!member_) return wait();
 
     const int size = static_cast<int>(round_.nodes.size());
     const bool complete = size >= rules_.max_nodes || (size >= rules_.min_nodes && self_.unchanged_s >= rules_.last_call_s);
     if (!complete) return self_.waited_s > rules_.join_timeout_s ? leave(failed, nobody_came()) : wait();
+    if (!std::ranges::all_of(round_.nodes, [&](const Node& node) { return has_beaten(node); })) return wait();
     // By address, so that a job that is started anew places its ranks alike.
     std::ranges::stable_sort(proposal.nodes, {}, [](const Node& node) { return std::pair(node.order, node.address); });
     return proposal.nodes.front().id == self_.node.id ? begin(std::move(proposal)) : wait();
-  }
-
-  /// As far as there is room, and in a static rendezvous only where a place is free.
-  void take_in_waiting(Round& next) const {
-    next.waiting.clear();
-    for (const Node& node : alive(round_.waiting)) {
-      const bool fits = static_cast<int>(next.nodes.size()) < rules_.max_nodes && holder_of(next.nodes, node.order) == next.nodes.end();
-      (fits ? next.nodes : next.waiting).push_back(node);
-    }
   }
 
   std::string nobody_came() const {
@@ -260,7 +272,7 @@ class Look {
       next.reason = detail::concat(job_end.sentence, "; restart ", next.restarts, " of ", rules_.max_restarts);
     }
     next.nodes = survivors;
-    take_in_waiting(next);
+    take_in(next, alive(round_.waiting), rules_);
     std::ranges::stable_sort(next.nodes, {}, &Node::order);  // of a static rendezvous, whose ranks are given; elsewhere all orders are one
     if (const std::vector<Node> missing = lost(); may_go_on_without_us(missing)) {
       return propose(end(next, failed,
@@ -353,6 +365,17 @@ class Look {
 
 Step decide(const Round& round, const std::map<std::string, Peer>& peers, const Self& self, const Rules& rules) {
   return Look(round, peers, self, rules).step();
+}
+
+Self in_another_job(const Self& self, const Round& round) {
+  return {.node = self.node, .job = round.job, .interrupted = self.interrupted, .took_part = round.phase != Phase::Finished};
+}
+
+bool outlives(const Round& seen, const std::string& server, const Rules& rules) {
+  Round next = seen;
+  next.nodes = without(seen.nodes, server);
+  take_in(next, seen.waiting, rules);
+  return seen.cause == Cause::Interrupt || static_cast<int>(next.nodes.size()) >= rules.min_nodes;
 }
 
 Round taken_over(const Round& seen, const std::string& server, int quorum) {

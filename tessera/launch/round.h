@@ -63,7 +63,7 @@ struct NodeReport {
   bool running = false;            ///< workers of that round live
   bool done = false;               ///< all ended with 0, before they were asked to end
   bool clean = false;              ///< all ended with 0, asked or not
-  bool left = false;               ///< it knows that the job is finished
+  bool left = false;               ///< it knows that the job is finished, or gave up before it began
   std::vector<Ending> failures{};  ///< before they were asked to end
   std::string record_sentence{};   ///< what its ranks' flight records say of the cause, if they name one
 
@@ -89,6 +89,7 @@ struct Rules {
 /// What an agent knows of itself.
 struct Self {
   Node node{};
+  std::string job{};  ///< Round::job, of which it has seen what follows; empty: none yet
   NodeReport record{};
   bool failed = false;                                          ///< a worker failed, and there was time to see why
   std::optional<int> interrupted{};                             ///< by this signal
@@ -106,6 +107,7 @@ struct Step {
     Serve,    ///< a store for the workers of round `number`
     Start,    ///< this node's workers of the round that was looked at
     Stop,     ///< this node's workers, by `signal`
+    Forget,   ///< the job before, whose place that of the round has taken (in_another_job)
     Leave,    ///< with `exit_code` and `sentence`
   };
   Act act = Act::Wait;
@@ -117,6 +119,12 @@ struct Step {
 };
 
 Step decide(const Round& round, const std::map<std::string, Peer>& peers, const Self& self, const Rules& rules);
+
+/// What an agent that was of another job knows of itself as it comes to that of `round`, which counts its rounds from 1 again.
+Self in_another_job(const Self& self, const Round& round);
+
+/// Whether a job whose store went with the node `server` has nodes enough to go on elsewhere, or was asked to end, by what one of the others last saw.
+bool outlives(const Round& seen, const std::string& server, const Rules& rules);
 
 /// How a job goes on whose store went with the node `server`: from what one of the others, which serves it from then on, last saw. `quorum` as in Round.
 Round taken_over(const Round& seen, const std::string& server, int quorum);

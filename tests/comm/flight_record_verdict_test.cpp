@@ -248,6 +248,20 @@ TEST(FlightRecordVerdict, RowsOfAnAllToAllMayDiffer) {
   EXPECT_EQ(Scene(2, 1020).complete(0, "world", 1001, some).complete(1, "world", 1001, wider).verdict().kind, Kind::Mismatch);
 }
 
+// What travels is told in elements.
+TEST(FlightRecordVerdict, RowsOfAnAllToAllAreOfOneSizeAndNotOfOneShape) {
+  const auto of = [](const std::vector<std::vector<int64_t>>& shapes) {
+    Scene scene(3, 1020);
+    for (int rank = 0; rank < 2; ++rank) scene.enter(rank, "world", 1001, State::Waiting, {.op = "all_to_all", .shape = shapes[rank], .reduction = ""});
+    return scene.sentence();
+  };
+  const std::string absent = "rank 2 never entered all_to_all #1 of world; ranks 0, 1 wait 19 s";
+  EXPECT_EQ(of({{4, 2, 3}, {5, 6}}), absent);
+  EXPECT_EQ(of({{4, 1}, {4}}), absent);
+  EXPECT_EQ(of({{6, 3}, {3, 6}}), absent) << "equal parts";
+  EXPECT_THAT(of({{4, 2, 3}, {5, 4}}), StartsWith("rank 1 entered all_to_all #1 of world [5, 4] float32 while rank 0"));
+}
+
 TEST(FlightRecordVerdict, WhoGivesNoRowsOfAnAllToAllNeedNotKnowThem) {
   const What rows{.op = "all_to_all", .shape = {3, 4}, .reduction = ""}, wider{.op = "all_to_all", .shape = {5, 6}, .reduction = ""},
       none{.op = "all_to_all", .shape = {0}, .reduction = ""}, none_of_four{.op = "all_to_all", .shape = {0, 4}, .reduction = ""};

@@ -75,6 +75,52 @@ TEST(Rendezvous, AStoreThatTakesOverIsBroughtUpToDate) {
   EXPECT_EQ(of_first->exchange({}, std::nullopt, {}).round, found);
 }
 
+/// What an agent `id` of the job `run_id` serves at that port.
+c10::intrusive_ptr<c10d::Store> served_by(const std::string& id, const std::string& run_id, int port) {
+  c10::intrusive_ptr<c10d::Store> store = comm::serve_store({host, port});
+  store->set("tessera/" + run_id + "/server", id);
+  store->set("tessera/job", run_id);
+  return store;
+}
+
+/// An agent is killed, and somebody else has its port before the other one comes back.
+TEST(Rendezvous, WhoeverHasTheOldPlaceIsNotTakenForTheJob) {
+  struct Case {
+    int min_nodes;
+    const char* run_id;  ///< null: no agent's
+    bool goes_on;
+    bool member = true;
+  };
+  for (const auto& [min_nodes, run_id, goes_on, member] :
+       {Case{1, "j", true}, {1, "k", true}, {1, nullptr, true}, {2, "j", false}, {2, "k", true}, {1, "j", false, false}}) {
+    const int port = comm::try_listen({host, 0})->port(), nobodys = comm::try_listen({host, 0})->port();
+    auto store = served_by("a", "j", port);
+    Rendezvous left({.endpoint = comm::Endpoint{host, port}, .run_id = "j", .rules = {.min_nodes = min_nodes, .max_nodes = 2}, .serves = false});
+    left.connect();
+    const Node gone{.id = "gone", .address = host, .spare_port = nobodys};
+    const Round running{.phase = Phase::Running, .number = 1, .job = "first", .nodes = {{.id = "a"}, member ? left.node() : gone}};
+    left.note(running);
+    store.reset();
+    if (run_id) store = served_by("b", run_id, port);
+    if (!run_id) store = comm::serve_store({host, port});
+    const Round found = left.connect()->exchange({}, std::nullopt, {}).round;
+    EXPECT_EQ(found.phase, goes_on ? Phase::Stopping : Phase::Joining) << min_nodes << (run_id ? run_id : "");
+    if (goes_on) EXPECT_EQ(found, taken_over(running, "a", 0)) << "the old place is proven to be gone";
+    if (!goes_on) EXPECT_NE(found.job, running.job);
+  }
+}
+
+TEST(Rendezvous, AJobWhoseStoreAnswersAgainIsMetThere) {
+  const int port = comm::try_listen({host, 0})->port();
+  const auto store = served_by("a", "j", port);
+  Rendezvous one({.endpoint = comm::Endpoint{host, port}, .run_id = "j", .rules = {.min_nodes = 1, .max_nodes = 2}, .serves = false});
+  one.connect();
+  const Round running{.phase = Phase::Running, .number = 1, .nodes = {{.id = "a"}, one.node()}};
+  one.note(running);
+  store->set("tessera/j/round", write_round(running));
+  EXPECT_EQ(one.connect()->exchange({}, std::nullopt, {}).round, running);
+}
+
 /// Whoever asked one dead host after the other would come too late, or give up before it has come to the first that lives.
 TEST(Rendezvous, SpareStoresOfSilentHostsAreTriedAtOnce) {
   const int port = comm::try_listen({host, 0})->port();

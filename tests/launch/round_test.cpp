@@ -97,6 +97,14 @@ class Job {
     return std::ranges::count_if(round().nodes, [&](const Node& node) { return by_id(node.id).alive; });
   }
 
+  /// Its agent begins another job, to which all that live are led.
+  void begin_anew(size_t server) {
+    serves_ = agents[server]->self.node.id;
+    for (const auto& agent : agents) {
+      if (agent->alive) use(*agent, serves_);
+    }
+  }
+
   static void fail(Agent& agent, Ending ending) {
     agent.self.record.failures.push_back(std::move(ending));
     agent.self.failed = true;
@@ -159,6 +167,7 @@ class Job {
       agent.view = agent.board->exchange(agent.self.record, proposal, now_);
       proposal.reset();
       agent.self.unchanged_s = agent.view->unchanged_s;
+      if (agent.self.job.empty()) agent.self.job = agent.view->round.job;
       agent.self.took_part = agent.self.took_part || agent.view->round.phase != Phase::Finished;
       const Step step = decide(agent.view->round, agent.view->peers, agent.self, rules_);
       switch (step.act) {
@@ -181,8 +190,13 @@ class Job {
           agent.self.record.running = false;
           agent.self.record.clean = obedient && agent.self.record.failures.empty() && step.signal != SIGKILL;
           break;
+        case Step::Act::Forget:
+          agent.self = in_another_job(agent.self, agent.view->round);
+          break;
         case Step::Act::Leave:
           agent.left = step;
+          agent.self.record.left = true;
+          agent.board->exchange(agent.self.record, std::nullopt, now_);
           return;
       }
     }
@@ -609,6 +623,106 @@ TEST(Round, WhoWaitsWhileNodesJoinMovesUp) {
     EXPECT_THAT(job[2].started, ElementsAre(1));
     EXPECT_EQ(job.agents[3]->view->round.waiting.size(), dead == 2 ? 0u : 1u);
   }
+}
+
+/// The agent that serves is killed and started again at once, or another one has its place. What the other agent knows is of the job before.
+TEST(Round, WhoIsLedToAnotherJobStartsItsRanksThere) {
+  for (const int rounds : {1, 2}) {
+    for (const bool done : {false, true}) {
+      Job job(2, {.min_nodes = 2, .max_nodes = 2, .max_restarts = 1, .join_timeout_s = 20});
+      job.pass(1);
+      if (rounds == 2) Job::fail(job[1], {2, status_of_exit(3), ""});
+      job.pass(25);
+      ASSERT_EQ(job[1].started.size(), static_cast<size_t>(rounds));
+      if (done) Job::finish(job[1]);
+      job[1].self.serving = {1, {"stale", 1}};
+      job.pass(0.1);
+      job[0].alive = false;
+      job.add();
+      job.begin_anew(2);
+      job.pass(0.1);
+      EXPECT_FALSE(job[1].self.record.running) << "workers of a job that is gone";
+      EXPECT_FALSE(job[1].left) << "it has waited in the other one for no time yet";
+      job.pass(1);
+      EXPECT_EQ(job.round().phase, Phase::Running);
+      EXPECT_EQ(job.round().number, 1);
+      EXPECT_EQ(job[1].started.back(), 1);
+      EXPECT_EQ(job[1].started.size(), rounds + 1u) << "also where they were done before";
+      EXPECT_THAT(job[2].started, ElementsAre(1));
+      EXPECT_EQ(job[1].master, job[2].master);
+      EXPECT_NE(job[1].master.host, "stale");
+      Job::finish(job[2]);
+      job.pass(1);
+      EXPECT_FALSE(job[2].left) << "before all ranks of this job are";
+      Job::finish(job[1]);
+      job.pass(1);
+      for (const int agent : {1, 2}) EXPECT_EQ(job[agent].left->exit_code, 0);
+    }
+  }
+}
+
+TEST(Round, WhoWasAskedToEndStartsNothingInAnotherJob) {
+  Job job(2, {.min_nodes = 2, .max_nodes = 2});
+  job.pass(1);
+  job[0].alive = false;
+  job[1].self.interrupted = SIGTERM;
+  job.add();
+  job.begin_anew(2);
+  job.pass(1);
+  EXPECT_THAT(job[1].started, ElementsAre(1));
+  EXPECT_EQ(job[1].left->exit_code, 1);
+  EXPECT_EQ(job[2].view->round.nodes.size(), 1u);
+}
+
+TEST(Round, AJobGoesOnWithoutItsStoreWhereEnoughAreLeft) {
+  Round seen{.phase = Phase::Running, .number = 1, .nodes = {{.id = "gone"}, {.id = "me"}}};
+  const auto outlives_with = [&](int min) { return outlives(seen, "gone", {.min_nodes = min, .max_nodes = 3}); };
+  EXPECT_TRUE(outlives_with(1));
+  EXPECT_FALSE(outlives_with(2));
+  seen.waiting = {{.id = "spare"}};
+  EXPECT_TRUE(outlives_with(2)) << "with who waits";
+  EXPECT_FALSE(outlives_with(3));
+  seen.nodes[0].order = 0, seen.nodes[1].order = seen.waiting[0].order = 1;
+  EXPECT_FALSE(outlives_with(2)) << "whose place is taken";
+  seen.phase = Phase::Stopping, seen.cause = Cause::Interrupt;
+  EXPECT_TRUE(outlives_with(3)) << "to its end, which no other job is";
+}
+
+/// An agent that was killed and started again, or has given up, stands in the list for a while.
+TEST(Round, BeginsWithNobodyWhoIsGone) {
+  for (const bool gives_up : {false, true}) {
+    Job job(2, {.min_nodes = 3, .max_nodes = 3});
+    job.pass(0.5);
+    if (gives_up) job[1].self.waited_s = 601;
+    if (!gives_up) job[1].alive = false;
+    if (!gives_up) job.add();
+    job.pass(0.1);
+    if (gives_up) ASSERT_THAT(job[1].left->sentence, HasSubstr("2 nodes came"));
+    if (gives_up) job.add();
+    job.pass(2);
+    EXPECT_EQ(job.round().phase, Phase::Joining);
+    EXPECT_EQ(job.members().size(), gives_up ? 2u : 3u) << "who says so is forgotten at once";
+    job.pass(5);
+    EXPECT_THAT(job.members(), ElementsAre("n0", "n2"));
+    job.add();
+    job.pass(1);
+    EXPECT_EQ(job.round().phase, Phase::Running);
+    for (const int agent : {0, 2, 3}) EXPECT_THAT(job[agent].started, ElementsAre(1));
+  }
+}
+
+TEST(Round, AStaticNodeThatIsStartedAgainWaitsForItsOwnPlace) {
+  Job job(0, {.min_nodes = 3, .max_nodes = 3});
+  for (const int order : {0, 1}) job.add().self.node.order = order;
+  job.pass(0.5);
+  job[1].alive = false;
+  job.add().self.node.order = 1;
+  job.pass(7);
+  EXPECT_FALSE(job[2].left);
+  EXPECT_THAT(job.members(), ElementsAre("n0", "n2"));
+  job.add().self.node.order = 1;
+  job.pass(1);
+  EXPECT_EQ(job[3].left->exit_code, 2) << "whose holder lives";
 }
 
 TEST(Round, AFinishedJobOfThatNameIsNotOurs) {

@@ -412,6 +412,22 @@ class Elastic(RunTest):
         self.enough()
         self.ends(self.agents[0], 0)
 
+    def test_a_node_0_that_is_replaced_has_the_others_ranks(self):
+        line = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={self.port}"]
+        first, stays = [self.start(*line, f"--node-rank={rank}", self.staying()) for rank in (0, 1)]
+        self.await_world(2, 0)
+        replaces = self.start(*line, "--node-rank=0", self.staying())
+        stays.process.send_signal(signal.SIGSTOP)  # until that one has the place
+        self.agents.remove(first)
+        first.kill()
+        self.until(lambda: "this node serves the rendezvous" in replaces.errors(), "a store")
+        stays.process.send_signal(signal.SIGCONT)
+        self.until(lambda: "here 0 of 2 attempt 0" in replaces.text() and stays.text().count("here 1 of 2 attempt 0") == 2, "both ranks of the new job")
+        self.assertIn("the job that this node was of is gone, and another one has begun", stays.errors())
+        self.enough()
+        for agent in (stays, replaces):
+            self.ends(agent, 0)
+
     def test_too_few_are_left(self):
         for victim in (0, 1):  # with and without the store
             self.port = free_port()

@@ -13,16 +13,17 @@ namespace {
 /// Of an all_to_all, in which rows without elements may have any shape.
 bool gives_nothing(const RecordedCall& call) { return call.op == "all_to_all" && call.bytes == 0; }
 
-std::vector<int64_t> row_of(const RecordedCall& call) { return {call.shape.begin() + (call.shape.empty() ? 0 : 1), call.shape.end()}; }
+/// Bytes of each row that an all_to_all gives.
+int64_t row_of(const RecordedCall& call) { return call.bytes / (call.shape.empty() ? 1 : std::max<int64_t>(1, call.shape[0])); }
 
-// What must be the same on all ranks that meet. The two ends of a message differ in name and may differ in shape; how many rows of an all_to_all it gives is
-// each rank's own, and who gives none is taken to mean rows as `other` gives.
+// What must be the same on all ranks that meet. The two ends of a message differ in name and may differ in shape. How many rows of an all_to_all it gives is
+// each rank's own, as is their shape. Who gives none is taken to mean rows as `other` gives, and so is who gives as much: equal parts may be rows of any size.
 auto signature(const RecordedCall& call, const RecordedCall& other) {
   const bool message = call.is_message();
   const bool rooted = call.op == "broadcast" || call.op == "reduce" || call.op == "gather" || call.op == "scatter";
-  std::vector<int64_t> shape = gives_nothing(call) && other.op == call.op ? other.shape : call.shape;
+  std::vector<int64_t> shape = call.shape;
   if (message) shape = {call.bytes};
-  if (call.op == "all_to_all" && !shape.empty()) shape[0] = -1;
+  if (call.op == "all_to_all") shape = {row_of(call.bytes == 0 || call.bytes == other.bytes ? other : call)};
   return std::tuple(message ? std::string("message") : call.op, std::move(shape), message ? std::string() : call.dtype, call.reduction,
                     rooted ? call.peer : -1);
 }
@@ -168,7 +169,7 @@ Mismatch Merge::first_mismatch() const {
   double first_s = 0;
   for (auto begin = all.begin(); begin != all.end();) {
     const auto end = std::find_if(begin, all.end(), [&](const Entered& entered) { return entered.meeting != begin->meeting; });
-    std::map<std::vector<int64_t>, std::vector<const RecordedCall*>> rows;
+    std::map<int64_t, std::vector<const RecordedCall*>> rows;
     for (auto entered = begin; entered != end; ++entered) {
       if (entered->call->op == "all_to_all" && !gives_nothing(*entered->call)) rows[row_of(*entered->call)].push_back(entered->call);
     }
