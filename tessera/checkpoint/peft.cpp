@@ -152,9 +152,14 @@ void expect_scale(const fs::path& file, const nlohmann::json& json, const char* 
   require(found->get<double>() == ours, our_key, " = ", ours, ": ", file.string(), " has ", key, " = ", found->dump(), "; set ", our_key, " = ", found->dump());
 }
 
+fs::path file_of(const fs::path& dir, const char* name) {
+  require(is_there(dir), "lora.from_peft = ", dir.string(), ": there is no such folder");
+  require(is_there(dir / name), "lora.from_peft = ", dir.string(), ": holds no ", name);
+  return dir / name;
+}
+
 nlohmann::json read_peft_config(const fs::path& dir, const LoraConfig& lora) {
-  const fs::path file = dir / kPeftConfig;
-  require(is_there(file), "lora.from_peft = ", dir.string(), ": holds no ", kPeftConfig);
+  const fs::path file = file_of(dir, kPeftConfig);
   nlohmann::json json = read_json(file);
   require(json.is_object() && json.value("peft_type", nlohmann::json()) == "LORA", file.string(), ": peft_type is not LORA, and nothing else can be read");
   const auto rank = json.find("r");
@@ -269,8 +274,7 @@ Exported export_peft(const fs::path& checkpoint, const ModelConfig& model, const
 }
 
 std::string peft_fingerprint(const fs::path& dir) {
-  require(is_there(dir / kPeftWeights), "lora.from_peft = ", dir.string(), ": holds no ", kPeftWeights);
-  const SafetensorsFile file(dir / kPeftWeights);
+  const SafetensorsFile file(file_of(dir, kPeftWeights));
   Hasher hasher;
   for (const auto& [name, entry] : file.entries()) {
     const auto bytes = file.bytes(name);
@@ -279,11 +283,15 @@ std::string peft_fingerprint(const fs::path& dir) {
   return hasher.hex();
 }
 
+void check_peft(const fs::path& dir, const LoraConfig& lora) {
+  (void)read_peft_config(dir, lora);
+  const SafetensorsFile file(file_of(dir, kPeftWeights));
+}
+
 void load_peft(const fs::path& dir, const ModelConfig& model, const LoraConfig& lora, const std::vector<SlicedTensor>& targets,
                const std::vector<std::string>& expected) {
   const nlohmann::json config = read_peft_config(dir, lora);
-  require(is_there(dir / kPeftWeights), "lora.from_peft = ", dir.string(), ": holds no ", kPeftWeights);
-  const SafetensorsFile file(dir / kPeftWeights);
+  const SafetensorsFile file(file_of(dir, kPeftWeights));
   const PeftNames names = peft_names(model);
   Problems problems;
   std::set<std::string> known;

@@ -22,6 +22,9 @@ inline constexpr const char* kWholeModel = "**";
 Exported export_peft(const std::filesystem::path& checkpoint, const ModelConfig& model, const LoraConfig& lora, const std::filesystem::path& out,
                      const ExportOptions& options = {});
 
+/// Throws ConfigError where `dir` is no folder with an adapter of the rank and alpha of `lora`: for whoever starts processes that will read it.
+void check_peft(const std::filesystem::path& dir, const LoraConfig& lora);
+
 /// Fills `targets` (slices of adapters named as our parameters) from such a folder. Only what the slices need is read. Throws ConfigError with the full list of
 /// missing, extra and mis-shaped tensors, and where rank or alpha are not those of `lora`.
 void load_peft(const std::filesystem::path& dir, const ModelConfig& model, const LoraConfig& lora, const std::vector<SlicedTensor>& targets,

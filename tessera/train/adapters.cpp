@@ -8,7 +8,10 @@
 #include <ATen/ops/empty.h>
 
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/files.h"
+#include "tessera/checkpoint/fullest.h"
 #include "tessera/checkpoint/hugging_face.h"
+#include "tessera/checkpoint/narrowing.h"
 #include "tessera/checkpoint/peft.h"
 #include "tessera/checkpoint/stored_slices.h"
 #include "tessera/config/patterns.h"
@@ -34,18 +37,56 @@ Attachment add_adapters(const Config& config, LanguageModel& model) {
                               .seed = static_cast<uint64_t>(config.run.seed)});
 }
 
+namespace {
+
+/// Those of the whole model, of which a rank may hold a part.
+std::vector<Slice> adapters_of(const Config& config) {
+  const auto whole = on_meta([&] { return make_model(config.model); });
+  const Attachment adapted = add_adapters(config, *whole);
+  std::vector<Slice> adapters;
+  for (const auto& parameter : nn::unique_parameters(*whole)) {
+    if (nn::is_adapter(parameter.name)) adapters.push_back(Slice::whole(parameter.name, parameter.tensor.sizes().vec()));
+  }
+  return adapters;
+}
+
+/// Whether `load` finds all that it is to fill. What cannot be read may be whole.
+template <class Load>
+bool finds(const Load& load) {
+  try {
+    load();
+    return true;
+  } catch (const checkpoint::UnreadableFile&) {
+    throw;
+  } catch (const ConfigError&) {
+    return false;
+  }
+}
+
+}  // namespace
+
 void load_starting_weights(const Config& config, const torch::nn::Module& root) {
   std::vector<checkpoint::SlicedTensor> weights, adapters;
   for (auto& target : checkpoint::parameter_targets(root)) (nn::is_adapter(target.slice.name) ? adapters : weights).push_back(std::move(target));
   if (!config.model.from_hf.empty()) checkpoint::load_hugging_face(config.model.from_hf, config.model, weights);
   if (config.lora.modules.empty() || config.lora.from_peft.empty()) return;
-  const auto whole = on_meta([&] { return make_model(config.model); });  // of which a rank may hold a part
-  const Attachment adapted = add_adapters(config, *whole);
   std::vector<std::string> expected;
-  for (const auto& parameter : nn::unique_parameters(*whole)) {
-    if (nn::is_adapter(parameter.name)) expected.push_back(parameter.name);
-  }
+  for (const Slice& adapter : adapters_of(config)) expected.push_back(adapter.name);
   checkpoint::load_peft(config.lora.from_peft, config.model, config.lora, adapters, expected);
+}
+
+bool holds_weights(const Config& config) {
+  // Of what is no model of theirs they hold less.
+  return checkpoint::hugging_face_table(config.model) && finds([&] { checkpoint::load_hugging_face(config.model.from_hf, config.model, {}); });
+}
+
+bool holds_adapters(const Config& config) {
+  std::vector<checkpoint::SlicedTensor> adapters;
+  for (Slice& adapter : adapters_of(config)) {
+    at::Tensor whole = at::empty(adapter.shape, at::device(at::kCPU).dtype(at::kFloat));
+    adapters.push_back({std::move(whole), std::move(adapter)});
+  }
+  return finds([&] { checkpoint::load_peft(config.lora.from_peft, config.model, config.lora, adapters); });
 }
 
 namespace {
@@ -61,7 +102,9 @@ void fill_frozen(const Config& config, const SavedWeights& saved, const at::Tens
   const Slice all = Slice::whole(nn::slice_of(weight).name, whole.sizes().vec());
   const std::string stored = "model." + all.name;
   if (saved.manifest != nullptr && saved.manifest->tensors.contains(stored)) {
-    checkpoint::StoredSlices(*saved.folder, *saved.manifest, config.checkpoint.verify).fill(whole, Slice::whole(stored, all.shape));
+    checkpoint::StoredSlices slices(*saved.folder, *saved.manifest, config.checkpoint.verify);
+    checkpoint::fill_fullest(slices, *saved.manifest, whole, Slice::whole(stored, all.shape), whole.scalar_type(), checkpoint::refuse_beyond_params,
+                             saved.folder->string());
   } else if (!config.model.from_hf.empty()) {
     checkpoint::load_hugging_face(config.model.from_hf, config.model, {{whole, all}});
   } else {
@@ -80,7 +123,9 @@ std::string quantized_source(const Config& config) {
 
 void check_quantized_source(const Config& config, const SavedWeights& saved) {
   if (!saved.manifest->agreement.contains("quantize.from")) return;
-  require(saved.manifest->agreement.at("quantize.from") == quantized_source(config), "model.from_hf = ", config.model.from_hf, ": ", saved.folder->string(),
+  const std::string& from = config.model.from_hf;  // also for who reads them as they are there
+  const std::string now = from.empty() ? "" : checkpoint::hugging_face_fingerprint(from);
+  require(saved.manifest->agreement.at("quantize.from") == now, "model.from_hf = ", from, ": ", saved.folder->string(),
           " was trained beside other weights than are there now; put those back, or name the folder where they are (--set model.from_hf=DIR)");
 }
 

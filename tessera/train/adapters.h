@@ -28,6 +28,11 @@ Attachment add_adapters(const Config& config, LanguageModel& model);
 /// What a fresh model begins with where a configuration names files: parameters of `root` from model.from_hf, adapters from lora.from_peft. Throws ConfigError.
 void load_starting_weights(const Config& config, const torch::nn::Module& root);
 
+/// Whether model.from_hf holds such a model, and lora.from_peft such adapters, as load_starting_weights() has them. Throws UnreadableFile where nobody can
+/// tell.
+bool holds_weights(const Config& config);
+bool holds_adapters(const Config& config);
+
 /// Keeps the weights that [quantize] names, of what is held here of a model on meta, in fewer bits on `device`, each made anew from where it comes from: the
 /// checkpoint, where `saved` is one that has it, else model.from_hf, else the seed. Comes when layers are cut and before anything is sharded. Throws
 /// ConfigError.
@@ -37,7 +42,7 @@ quantize::Report quantize_frozen(const Config& config, torch::nn::Module& root, 
 /// where they come from the seed, or there are none.
 std::string quantized_source(const Config& config);
 
-/// Throws ConfigError where the weights that `saved`, which is a checkpoint, was trained beside are others than those that would be made now.
+/// Throws ConfigError where the weights that `saved`, which is a checkpoint, was trained beside are others than those that are in model.from_hf now.
 void check_quantized_source(const Config& config, const SavedWeights& saved);
 
 /// The names of those weights in the whole model.

@@ -16,6 +16,7 @@
 #include "tessera/checkpoint/folders.h"
 #include "tessera/checkpoint/gather_json.h"
 #include "tessera/checkpoint/hugging_face.h"
+#include "tessera/checkpoint/peft.h"
 #include "tessera/comm/call_site.h"
 #include "tessera/config/defaults.h"
 #include "tessera/config/schedule_kinds.h"
@@ -322,9 +323,10 @@ UpdateSum update_sum(const Config& config, int ranks) {
   const int stages = size_along(axes, mesh_roles(config).stages), data_ranks = size_along(axes, mesh_roles(config).batch);
   UpdateSum update{.within_step = updates_within_steps(config, stages), .data_ranks = data_ranks, .samples = config.batch.global_size};
   if (!update.within_step) return update;
-  const int64_t together = config.batch.micro_size * data_ranks, micro_batches = config.batch.global_size / together;
-  const int64_t summed = config.pipeline.per_update > 0 ? config.pipeline.per_update : stages;
-  update.samples = config.pipeline.schedule == "pipedream" ? together : together * std::min(micro_batches, summed);
+  const int64_t per_update = config.pipeline.per_update > 0 ? config.pipeline.per_update : stages;
+  const int64_t summed = config.pipeline.schedule == "pipedream" ? 1 : per_update;
+  // Also where some ranks have a micro-batch more than others. What is left for a step's last update follows from it.
+  update.samples = std::min(config.batch.global_size, config.batch.micro_size * data_ranks * summed);
   return update;
 }
 
@@ -358,6 +360,8 @@ Inputs open_inputs(const Config& config, const OpenOptions& options) {
   inputs.job = options.job;
   inputs.restarted = options.restarted;
   find_resume(config, options, inputs);
+  const bool adapted = !config.lora.modules.empty() && !config.lora.from_peft.empty();
+  if (adapted && reads_starting_files(config, inputs.resume)) checkpoint::check_peft(config.lora.from_peft, config.lora);
   FoundTokenizer found = open_tokenizer(config, inputs.resume ? &inputs.resume->manifest : nullptr);
   inputs.tokenizer = std::move(found.tokenizer);
   inputs.text_remarks = std::move(found.remarks);

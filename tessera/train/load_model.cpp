@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
+#include <tuple>
 #include <utility>
 
 #include "tessera/checkpoint/checkpoint.h"
@@ -98,8 +100,7 @@ LoadedModel build(const Config& config, const ReadingGroups& groups, at::Device 
 }
 
 /// With the files alone that are read: of those of a checkpoint's run, which are of no use where it holds all of the model, some may be gone.
-Config beginning(const FoundModel& found) {
-  const StartingFiles read = starting_files(found);
+Config beginning(const FoundModel& found, const StartingFiles& read) {
   Config config = found.config;
   if (!read.weights) config.model.from_hf.clear();
   if (!read.adapters) config.lora.from_peft.clear();
@@ -244,22 +245,41 @@ LoadedModel load_newest(FoundModel& found, const ReadingGroups& groups, at::Devi
 
 StartingFiles starting_files(const FoundModel& found) {
   const Config& config = found.config;
-  StartingFiles read{.weights = !found.checkpoint, .adapters = !found.checkpoint, .fewer_bits = !found.checkpoint};
-  if (found.checkpoint) {
-    const auto& manifest = found.checkpoint->manifest;
-    read.fewer_bits = std::ranges::any_of(quantized_weights(config), [&](const std::string& name) { return !manifest.tensors.contains("model." + name); });
-    if (!config.checkpoint.partial.empty()) {
-      for (const std::string& name : partial_load(manifest, config).fresh) (nn::is_adapter(name) ? read.adapters : read.weights) = true;
+  const bool folder = !config.model.from_hf.empty(), adapted = !config.lora.modules.empty() && !config.lora.from_peft.empty();
+  if (!found.checkpoint) return {.weights = folder, .adapters = adapted, .fewer_bits = folder};
+  const auto& [sets, manifest] = std::tie(found.checkpoint->sets, found.checkpoint->manifest);
+  StartingFiles read;
+  read.fewer_bits =
+      folder && std::ranges::any_of(quantized_weights(config), [&](const std::string& name) { return !manifest.tensors.contains("model." + name); });
+  if (!config.checkpoint.partial.empty()) {
+    for (const std::string& name : partial_load(manifest, config).fresh) {
+      if (nn::is_adapter(name)) {
+        read.adapters = adapted;
+      } else {
+        read.weights = folder;
+      }
     }
   }
-  const bool folder = !config.model.from_hf.empty(), adapted = !config.lora.modules.empty() && !config.lora.from_peft.empty();
-  return {.weights = read.weights && folder, .adapters = read.adapters && adapted, .fewer_bits = read.fewer_bits && folder};
+  const std::set<std::string> named = parse_config("", std::filesystem::current_path(), sets).given;
+  // For weights that it was trained beside in fewer bits, and does not hold, nothing else will do.
+  const auto quantized = manifest.agreement.find("quantize.modules");
+  const bool needed = named.contains("model.from_hf") || (quantized != manifest.agreement.end() && *quantized != "");
+  read.no_weights = (read.weights || read.fewer_bits) && !needed && !holds_weights(config);
+  read.no_adapters = read.adapters && !named.contains("lora.from_peft") && !holds_adapters(config);
+  if (read.no_weights) read.weights = read.fewer_bits = false;
+  if (read.no_adapters) read.adapters = false;
+  return read;
 }
 
 LoadedModel load_model(const FoundModel& found, const ReadingGroups& groups, at::Device device) {
   const auto& stored = found.checkpoint;
-  LoadedModel loaded = build(found.config, groups, device, stored ? SavedWeights{&stored->folder, &stored->manifest} : SavedWeights());
-  load_starting_weights(beginning(found), *loaded.model);
+  const SavedWeights saved = stored ? SavedWeights{&stored->folder, &stored->manifest} : SavedWeights();
+  const StartingFiles read = starting_files(found);
+  if (stored && read.weights) check_quantized_source(found.config, saved);
+  Config built = found.config;
+  if (read.no_weights) built.model.from_hf.clear();
+  LoadedModel loaded = build(built, groups, device, saved);
+  load_starting_weights(beginning(found, read), *loaded.model);
   if (!stored) return loaded;
   const auto& folder = stored->folder;
   const auto& manifest = stored->manifest;

@@ -90,6 +90,8 @@ struct StartingFiles {
   bool weights = false;     ///< model.from_hf, for parameters
   bool adapters = false;    ///< lora.from_peft
   bool fewer_bits = false;  ///< model.from_hf, for what quantize.modules names
+  // Folders that nobody named but the run which saved, and that do not hold what is read: what begins anew is drawn.
+  bool no_weights = false, no_adapters = false;
 };
 StartingFiles starting_files(const FoundModel& found);
 

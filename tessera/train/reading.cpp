@@ -105,6 +105,19 @@ std::vector<std::string> unread_folders(const FoundModel& model, const std::vect
   return remarks;
 }
 
+/// Of folders that the run began with, those that are not read for what they do not hold.
+std::vector<std::string> folders_without(const FoundModel& model) {
+  const StartingFiles read = starting_files(model);
+  const auto remark = [&](const std::string& key, const std::string& folder, const char* what) {
+    return detail::concat(key, " = ", folder, ", of the run that saved ", model.checkpoint->folder.string(), ": does not hold ", what,
+                          " (any more), and is not read: what begins anew is drawn; to read a folder name it (--set ", key, "=DIR)");
+  };
+  std::vector<std::string> remarks;
+  if (read.no_weights) remarks.push_back(remark("model.from_hf", model.config.model.from_hf, "this model"));
+  if (read.no_adapters) remarks.push_back(remark("lora.from_peft", model.config.lora.from_peft, "these adapters"));
+  return remarks;
+}
+
 }  // namespace
 
 std::vector<std::string> reading_remarks(const FoundModel& model, const std::vector<std::string>& sets) {
@@ -123,6 +136,7 @@ std::vector<std::string> reading_remarks(const FoundModel& model, const std::vec
   if (!model.config.checkpoint.partial.empty()) {
     if (auto remark = partial_remark(partial_load(manifest, model.config), folder.string()); !remark.empty()) remarks.push_back(std::move(remark));
   }
+  for (auto& remark : folders_without(model)) remarks.push_back(std::move(remark));
   for (const auto& [key, saved, current] : checkpoint::model_disagreements(manifest.agreement, model.config))
     remarks.push_back(detail::concat(folder.string(), ": was trained with ", key, " = ", saved, "; this is another model, with ", current));
   remarks.insert(remarks.end(), idle.begin(), idle.end());

@@ -26,9 +26,9 @@ int64_t windows_of_a_pass(const FoundModel& model);
 /// beside them, tokenizer.
 Settings reading_settings(const FoundModel& model, const FoundTokenizer& found);
 
-/// What there is to say before a model is read, once for all ranks: checkpoints that were passed over, what checkpoint.partial lets begin anew, settings that
-/// make another model than was trained (what a resumed run is refused for), settings without effect; refuses values among the latter that no run takes. Throws
-/// ConfigError.
+/// What there is to say before a model is read, once for all ranks: checkpoints that were passed over, what checkpoint.partial lets begin anew, folders of the
+/// run that do not hold it, settings that make another model than was trained (what a resumed run is refused for), settings without effect; refuses values
+/// among the latter that no run takes. Throws ConfigError.
 std::vector<std::string> reading_remarks(const FoundModel& model, const std::vector<std::string>& sets);
 
 }  // namespace tessera

@@ -115,6 +115,22 @@ TEST_F(Peft, AdaptersAreWidenedFromTheirMasters) {
   EXPECT_TRUE(at::equal(merged, weight.add(at::mm(weights_.at(wq + "lora_b"), weights_.at(wq + "lora_a")), kAlpha / kRank)));
 }
 
+TEST_F(Peft, IsLookedAtBeforeItIsRead) {
+  const auto refused = [&](const std::filesystem::path& folder, const std::string& words) {
+    EXPECT_THAT([&] { check_peft(folder, lora_); }, ThrowsMessage<ConfigError>(HasSubstr(words)));
+  };
+  draw("llama", {"attention.wq"});
+  refused(folder_ / "gone", "there is no such folder");
+  refused(folder_.path(), "holds no adapter_config.json");
+  export_peft(save_by(1), model_, lora_, folder_ / "peft");
+  check_peft(folder_ / "peft", lora_);
+  lora_.rank = 7;
+  refused(folder_ / "peft", "set lora.rank = ");
+  lora_.rank = kRank;
+  std::filesystem::remove(folder_ / "peft" / "adapter_model.safetensors");
+  refused(folder_ / "peft", "holds no adapter_model.safetensors");
+}
+
 TEST_F(Peft, RefusesAdaptersThatAreBroken) {
   draw("llama", {"attention.wq"});
   export_peft(save_by(1), model_, lora_, folder_ / "peft");

@@ -39,6 +39,13 @@ class Lora(SystemTest):
             self.command("convert", saved, self.folder / f"{name}-peft", "--to", "peft")
             self.command("generate", "--checkpoint", saved, "--prompt", "The", "--max-tokens", 1, "--top-k", 1)
 
+    def test_an_adapter_that_cannot_be_read_starts_no_ranks(self):
+        recipe = self.write_recipe("recipe.toml", family="llama", kv_heads=2)
+        for folder, why in (("gone", "there is no such folder"), ("", "holds no adapter_config.json")):
+            sets = [f"lora.modules={MODULES}", f"lora.from_peft={self.folder / folder}"]
+            done, _ = self.train("run", nproc=2, recipe=recipe, sets=sets, expect=2)
+            self.assertIn(why, self.refusal(done))
+
     def test_what_cannot_be_made_again_is_refused(self):
         recipe = self.write_recipe("base.toml", family="llama", kv_heads=2)
         sets = ["run.steps=3", f"checkpoint.dir={self.folder / 'base'}"]

@@ -12,6 +12,7 @@
 #include "tessera/checkpoint/safetensors.h"
 #include "tessera/comm/backends/record.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/meeting/disagreement.h"
 #include "tessera/core/error.h"
 #include "tessera/mesh/roles.h"
 #include "tessera/models/kv_cache.h"
@@ -22,6 +23,7 @@
 #include "tessera/train/evaluate.h"
 #include "tessera/train/generate.h"
 #include "tessera/train/load_model.h"
+#include "tessera/train/reading.h"
 #include "tessera/train/trainer.h"
 #include "tests/comm/order_alone.h"
 #include "tests/refusal.h"
@@ -463,6 +465,112 @@ TEST_F(Reading, WhatACheckpointLacksBeginsAsInARunThatGoesOn) {
   EXPECT_NO_THROW(load_model(found(nowhere))) << "of which nothing is read";
   EXPECT_THAT(refusal([&] { load_model(without(found(nowhere), "norm.weight")); }), HasSubstr("model.from_hf = /nowhere"));
   EXPECT_THAT(refusal([&] { load_model(found({adapted, lacks, "lora.from_peft=/nowhere"})); }), HasSubstr("lora.from_peft = /nowhere"));
+}
+
+/// Where nobody names them for the reading: the run may have been of another model than is read, and its folders may be gone by now.
+TEST_F(Reading, WhatTheFoldersOfARunDoNotHoldIsDrawn) {
+  const auto folder = [&](const char* name) { return (folder_ / name).string(); };
+  const std::string from_hf = "model.from_hf=" + folder("hf"), from_peft = "lora.from_peft=" + folder("adapter");
+  const std::string attention = "lora.modules=layers.*.attention.*", both = attention + ",layers.*.feed_forward.*";
+  train_and_save("llama", 1, {"model.kv_heads=2"});
+  train_and_save("llama", 1, {"model.kv_heads=2", attention}, "adapted");
+  const FoundModel base = found(), adapted = found({}, "adapted");
+  checkpoint::export_hugging_face(base.checkpoint->folder, base.config.model, folder("hf"));
+  checkpoint::export_peft(adapted.checkpoint->folder, adapted.config.model, adapted.config.lora, folder("adapter"));
+  train_and_save("llama", 1, {"model.kv_heads=2", from_hf, attention, from_peft}, "begun");
+
+  const auto read = [&](Sets sets, const Sets& more = {}, const std::vector<std::string>& lacks = {}) {
+    sets.insert(sets.end(), more.begin(), more.end());
+    FoundModel model = found(sets, "begun");
+    for (const auto& parameter : lacks) model.checkpoint->manifest.tensors.erase("model." + parameter);
+    return model;
+  };
+  const auto remarks = [](const FoundModel& model) { return reading_remarks(model, model.checkpoint->sets); };
+  const auto unread = [](const std::string& setting) { return ::testing::Contains(AllOf(HasSubstr(setting + ", of the run"), HasSubstr("is not read"))); };
+  const auto expect_drawn = [&](const Sets& sets, const std::vector<std::string>& lacks = {}) {
+    for (const auto& [ranks, layout] : std::vector<std::pair<int, Sets>>{{1, {}}, {2, {"mesh.tp=2"}}, {3, {"mesh.pp=3"}}}) {
+      Sets none = layout;
+      none.insert(none.end(), {"model.from_hf=", "lora.from_peft="});
+      const FoundModel model = read(sets, layout, lacks), drawn = read(sets, none, lacks);
+      comm::run_ranks(ranks, [&](comm::World& world) {
+        RankScope scope(model.config, world.local_size());
+        const Mesh mesh(world, mesh_shape(model.config.mesh, 0, ranks));
+        const auto loaded = load_model(model, reading_groups(model.config, mesh)), expected = load_model(drawn, reading_groups(model.config, mesh));
+        const auto targets = checkpoint::model_targets(*loaded.model), theirs = checkpoint::model_targets(*expected.model);
+        ASSERT_EQ(targets.size(), theirs.size());
+        for (size_t i = 0; i < targets.size(); ++i) EXPECT_TRUE(at::equal(targets[i].tensor, theirs[i].tensor)) << targets[i].slice.name;
+      });
+    }
+  };
+  const Sets deeper{"model.layers=3", "checkpoint.partial=[\"layers.2.**\"]"}, wider{both, "checkpoint.partial=[\"**.feed_forward.**.lora_*\"]"};
+  expect_drawn(deeper);
+  expect_drawn({"model.vocab_size=300", "checkpoint.partial=[\"embed_tokens.*\", \"head.*\"]"});
+  expect_drawn(wider);
+  EXPECT_THAT(remarks(read(deeper)), AllOf(unread(from_hf.substr(0, 13) + " = " + folder("hf")), unread("lora.from_peft = " + folder("adapter"))));
+  EXPECT_THAT(remarks(read(wider)), AllOf(::testing::Not(unread("model.from_hf = " + folder("hf"))), unread("lora.from_peft = " + folder("adapter"))));
+  EXPECT_THAT(refusal([&] { load_model(read(deeper, {from_hf})); }), HasSubstr("missing model.layers.2.")) << "by one who reads";
+  EXPECT_THAT(refusal([&] { load_model(read(wider, {from_peft})); }), HasSubstr("does not fit lora.modules: missing "));
+  const Sets fewer{"quantize.modules=layers.*.feed_forward.*", "quantize.block=8", "run.device=cpu"};
+  EXPECT_NO_THROW(load_model(read(deeper, fewer)));
+
+  train_and_save("mixtral", 1, {}, "mixture");
+  FoundModel shared = found({"model.shared_ffn_dim=8", "checkpoint.partial=[\"**.shared.**\"]"}, "mixture");
+  checkpoint::export_hugging_face(shared.checkpoint->folder, trained_config(*shared.checkpoint).model, folder("theirs"));
+  shared.config.model.from_hf = folder("theirs");
+  EXPECT_NO_THROW(load_model(shared)) << "Mixtral has no shared expert";
+
+  const Sets norm{"checkpoint.partial=[\"norm.weight\"]"};
+  const auto norm_of = [](const FoundModel& model) { return load_model(model).model->named_parameters()["norm.weight"]; };
+  EXPECT_TRUE(at::equal(norm_of(read(norm, {}, {"norm.weight"})), norm_of(base))) << "which is held";
+  const FoundTokenizer text = find_tokenizer(base, "");
+  const Settings there = reading_settings(read(norm, {}, {"norm.weight"}), text);
+  std::filesystem::remove_all(folder("hf"));
+  EXPECT_THAT(comm::disagreement({there, reading_settings(read(norm, {}, {"norm.weight"}), text)}).value_or(""), HasSubstr("model.from_hf = content "));
+  expect_drawn(norm, {"norm.weight"});
+  reading_settings(read(deeper, fewer), text);
+  EXPECT_NO_THROW(load_model(read(deeper, fewer)));
+}
+
+/// They are those of one folder, also for who reads them in full precision.
+TEST_F(Reading, WhatWasInFewerBitsIsOfWhatTheRunWasTrainedBeside) {
+  const auto folder = [&](const char* name) { return (folder_ / name).string(); };
+  for (const char* lr : {"0.01", "0.02"}) {
+    train_and_save("llama", 1, {"model.kv_heads=2", std::string("optim.lr=") + lr}, std::string("of") + lr);
+    const FoundModel base = found({}, std::string("of") + lr);
+    checkpoint::export_hugging_face(base.checkpoint->folder, base.config.model, folder(lr));
+  }
+  train_and_save("llama", 1,
+                 {"model.kv_heads=2", "model.from_hf=" + folder("0.01"), "lora.modules=layers.*.attention.*", "quantize.modules=layers.*.attention.*",
+                  "quantize.block=8", "run.device=cpu"});
+  const Sets full{"quantize.modules=", "checkpoint.partial=[\"layers.*.attention.*.weight\"]"};
+  Sets elsewhere = full, deeper = full;
+  elsewhere.push_back("model.from_hf=" + folder("0.02"));
+  deeper.insert(deeper.end(), {"model.layers=3", "checkpoint.partial=[\"layers.*.attention.*.weight\", \"layers.2.**\"]"});
+  const auto query = [](const FoundModel& model) { return load_model(model).model->named_parameters()["layers.0.attention.wq.weight"]; };
+  EXPECT_TRUE(at::equal(query(found(full)), query(found({}, "of0.01"))));
+  const std::string others = "was trained beside other weights than are there now";
+  EXPECT_THAT(refusal([&] { load_model(found(elsewhere)); }), AllOf(HasSubstr(folder("0.02")), HasSubstr(others)));
+  EXPECT_THAT(refusal([&] { load_model(found(deeper)); }), HasSubstr("missing model.layers.2.")) << "some would be drawn in the place of those";
+  std::filesystem::rename(folder("0.01"), folder("aside"));
+  EXPECT_THAT(refusal([&] { load_model(found(full)); }), HasSubstr("there is no such folder"));
+  std::filesystem::rename(folder("0.02"), folder("0.01"));
+  EXPECT_THAT(refusal([&] { load_model(found(full)); }), HasSubstr(others));
+}
+
+/// As from a folder that `convert --dtype fp32` writes.
+TEST_F(Reading, FewerBitsAreOfTheMasters) {
+  train_and_save("llama", 1, {"model.kv_heads=2", "precision.params=bf16"});
+  const FoundModel stored = found();
+  const auto hf = folder_ / "hf";
+  checkpoint::export_hugging_face(stored.checkpoint->folder, stored.config.model, hf, {.dtype = at::kFloat});
+  const auto loss = [&](const ModelSource& source) {
+    const FoundModel model = find_model(source, {"run.threads=1", "data.cache_dir=" + (folder_ / "cache").string(), "run.device=cpu", "precision.params=fp32",
+                                                 "quantize.modules=layers.*.feed_forward.*", "quantize.block=8"});
+    const auto loaded = load_model(model);
+    ForwardEngine engine(loaded);
+    return evaluate(engine, corpus(stored.config), 16, 7, comm::Group::self()).loss;
+  };
+  EXPECT_EQ(loss({.from_hf = {}, .checkpoint = stored.checkpoint->folder}), loss({.from_hf = hf, .checkpoint = {}}));
 }
 
 TEST_F(Reading, WhatReadingHasNoUseForIsRefused) {

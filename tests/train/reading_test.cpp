@@ -40,6 +40,7 @@ class FoundModels : public testing_support::TrainFixture {
     const Config saved = config(family, trained);
     model.checkpoint->manifest.progress["config"] = to_toml(saved);
     model.checkpoint->manifest.agreement = checkpoint::agreement_of(saved, {{"tokenizer", byte_}});
+    model.checkpoint->sets = sets;
     model.config = trained_config(*model.checkpoint, sets);
     return model;
   }

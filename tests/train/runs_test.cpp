@@ -430,6 +430,18 @@ TEST_F(Runs, AnUpdateOfOtherSamplesIsAChange) {
   EXPECT_THAT(said("pipedream_2bw", "1", 2), HasSubstr("an update sums 4 samples on 2 data ranks, and summed 8"));
   EXPECT_EQ(said("pipedream_2bw", "1", 2, 4), "");
   EXPECT_THAT(said("pipedream_2bw", "4", 4), HasSubstr("an update sums 16 samples on 4 data ranks, and summed 8")) << "of one micro-batch, which is all";
+  // Of 8 micro-batches three ranks have 3, 3 and 2.
+  const auto uneven = [&](int before, int per_update, int now, int per_update_now) {
+    const auto config = [&](int per_update) {
+      const std::string summed = "pipeline.per_update=" + std::to_string(per_update);
+      return settings(ddp2_, {"mesh.pp=2", "pipeline.schedule=pipedream_2bw", "batch.global_size=8", "batch.micro_size=1", summed});
+    };
+    return other_update(saved_by(config(per_update), 2 * before), config(per_update_now), 2 * now);
+  };
+  EXPECT_THAT(uneven(3, 3, 2, 3), HasSubstr("an update sums 6 samples on 2 data ranks, and summed 8")) << "and then 2";
+  EXPECT_THAT(uneven(2, 3, 3, 3), HasSubstr("an update sums 8 samples on 3 data ranks, and summed 6"));
+  EXPECT_EQ(uneven(3, 3, 1, 8), "");
+  EXPECT_EQ(uneven(3, 2, 2, 3), "") << "6, and then 2";
   // Sizes that take what is left are those that it comes to; ranks of mesh.cp have the same samples.
   const auto over_mesh = [&](MeshConfig before, int saved_on, MeshConfig now, int ranks) {
     return other_update(saved_by(with("pipedream_2bw", std::move(before)), saved_on), with("pipedream_2bw", std::move(now)), ranks);
