@@ -5,6 +5,7 @@
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
 
 #include "tessera/core/error.h"
@@ -38,7 +39,15 @@ std::optional<ProductArguments> product_arguments(const c10::OperatorHandle& op)
 /// wrote, is a program's.
 bool is_autograds_own() {
   const auto node = torch::autograd::get_current_node();
-  return node != nullptr && node->is_traceable() && !nn::recomputing();
+  return node != nullptr && node->is_traceable() && node.get() != nn::recomputed_for();
+}
+
+/// In a backward of the program's own, without gradients, nothing tells a layer's product from a gradient's.
+void refuse_what_may_be_a_gradient(const std::string& path) {
+  const auto node = torch::autograd::get_current_node();
+  require(node == nullptr || at::GradMode::is_enabled() || nn::recomputing(), "LoRA of '", path,
+          "', libtorch's own Linear: a backward of the program's own multiplies by its weight without gradients, and nothing tells whether that is the layer, "
+          "which has a term, or a gradient, which has none; build the layer as tessera::nn::Linear, or make the layer's pass under at::AutoGradMode(true)");
 }
 
 class ProductTerms final : public nn::OperatorWatcher {
@@ -53,6 +62,7 @@ class ProductTerms final : public nn::OperatorWatcher {
     const size_t first = stack.size() - where->count;
     const PlainTerm* const term = term_of(stack[first + where->weight].toTensor(), where->transposed);
     if (term == nullptr) return false;
+    refuse_what_may_be_a_gradient(term->path);
     const at::Tensor x = stack[first + where->x].toTensor();
     const at::Scalar scale = where->factor ? stack[first + *where->factor].toScalar().toDouble() * term->scale : term->scale;
     op.callBoxed(&stack);

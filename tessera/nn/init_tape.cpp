@@ -13,6 +13,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/isnan.h>
+#include <ATen/ops/view_as_real.h>
 
 #include "tessera/core/error.h"
 #include "tessera/memory/memory.h"
@@ -155,7 +156,7 @@ void InitTape::close() {
 }
 
 InitTape::View InitTape::view_of(const at::Tensor& tensor) {
-  View view{.sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type()};
+  View view{.sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type(), .conjugate = tensor.is_conj(), .negative = tensor.is_neg()};
   if (!tensor.is_meta() || !tensor.has_storage()) {
     view.outside = tensor;
     return view;
@@ -163,7 +164,7 @@ InitTape::View InitTape::view_of(const at::Tensor& tensor) {
   view.strides = tensor.strides().vec();
   view.offset = tensor.storage_offset();
   const auto* const storage = tensor.storage().unsafeGetStorageImpl();
-  view.covers = tensor.is_contiguous() && view.offset == 0 && static_cast<size_t>(tensor.nbytes()) == storage->nbytes();
+  view.covers = tensor.is_contiguous() && !view.conjugate && !view.negative && view.offset == 0 && static_cast<size_t>(tensor.nbytes()) == storage->nbytes();
   const auto known = memories_->numbers.find(storage);
   if (known != memories_->numbers.end()) {
     view.memory = known->second;
@@ -250,9 +251,23 @@ struct Held {
   std::optional<InitRule> rule{};
   std::optional<size_t> draw{};
   std::optional<int> blank{};
+  at::ScalarType dtype = at::ScalarType::Undefined;  ///< of the numbers that the rule makes; Undefined: whatever they are kept in
 };
 
 constexpr Held kNoRule{.written = true};
+
+/// `made`, as it is kept in numbers of `dtype`. A rule makes real numbers, which 16 bits round; of whole numbers, of those of 8 bits, and of complex ones that
+/// were drawn as such, it would make others than the constructor does.
+Held kept_in(Held made, at::ScalarType dtype) {
+  const auto from = std::exchange(made.dtype, dtype);
+  if (!made.rule) return made;
+  const bool is_bit = made.rule->kind == InitRule::Kind::Constant && (made.rule->a == 0 || made.rule->a == 1);
+  const bool is_drawn = made.draw && from == at::ScalarType::Undefined;
+  const bool is_other = at::isComplexType(dtype) ? is_drawn : !at::isFloatingType(dtype) || c10::elementSize(dtype) < 2;
+  made.rule->is_real = at::isComplexType(dtype);
+  if (is_other && !is_bit) made.rule.reset();
+  return made;
+}
 
 /// What a rule is made from: an operator, and what its operands hold.
 struct RuleInputs {
@@ -267,10 +282,12 @@ struct RuleInputs {
     const InitTape::View* view = op.tensor(argument);
     if (view == nullptr || !view->covers) return nullptr;
     const auto it = held.find(view->memory);
-    return it == held.end() ? nullptr : &it->second;
+    return it == held.end() || !is_of(it->second, *view) ? nullptr : &it->second;
   }
   /// What the operator computes from: in place or not.
-  const Held* first() const { return before != nullptr ? before : whole(0); }
+  const Held* first() const { return before == nullptr ? whole(0) : is_of(*before, *op.tensor(0)) ? before : nullptr; }
+  /// Whether the view takes the memory for what it holds: not a complex number for two real ones, nor the other way round.
+  static bool is_of(const Held& held, const InitTape::View& view) { return held.dtype == at::ScalarType::Undefined || held.dtype == view.dtype; }
 };
 
 namespace rules {
@@ -308,7 +325,9 @@ Held overwritten(const RuleInputs& inputs) {
 /// What a number makes of a rule. One that leaves out a row does not say of that row what it becomes.
 Held computed(const RuleInputs& inputs, InitRule (*rule)(InitRule, double), std::optional<double> by) {
   const Held* from = inputs.first();
-  return by && from != nullptr && from->rule && !from->rule->zero_row ? Held{.written = true, .rule = rule(*from->rule, *by), .draw = from->draw} : kNoRule;
+  return by && from != nullptr && from->rule && !from->rule->zero_row
+             ? Held{.written = true, .rule = rule(*from->rule, *by), .draw = from->draw, .dtype = from->dtype}
+             : kNoRule;
 }
 
 /// The other term of a sum; none where it is scaled.
@@ -316,6 +335,7 @@ std::optional<double> term(const RuleInputs& inputs) { return inputs.number_at(2
 
 Held multiplied(const RuleInputs& inputs) { return computed(inputs, scaled, inputs.number_at(1)); }
 Held divided(const RuleInputs& inputs) {
+  if (inputs.op.arguments.size() > 2 && inputs.op.arguments[2].value.isString()) return kNoRule;  // rounded
   return computed(inputs, [](InitRule rule, double by) { return scaled(std::move(rule), 1 / by); }, inputs.number_at(1));
 }
 Held added(const RuleInputs& inputs) { return computed(inputs, shifted, term(inputs)); }
@@ -379,6 +399,7 @@ Held made_by(const RuleInputs& inputs, int memory) {
   Held made = rule_of(rules_of_makers(), inputs);
   for (const auto& result : inputs.op.results) {
     if (result && !result->covers) made.rule.reset();
+    if (result && result->memory == memory) made = kept_in(std::move(made), result->dtype);
   }
   return made;
 }
@@ -386,14 +407,15 @@ Held made_by(const RuleInputs& inputs, int memory) {
 /// One row of `target` set to zero: the padding of an embedding.
 Held with_zero_row(const RuleInputs& inputs, const InitTape::View& target) {
   const Held& before = *inputs.before;
-  if (!before.rule || before.rule->zero_row || !target.covers || target.sizes.empty() || target.sizes[0] <= 0) return kNoRule;
+  if (!before.rule || before.rule->zero_row || !target.covers || inputs.op.tensor(0)->dtype != target.dtype || target.sizes.empty() || target.sizes[0] <= 0)
+    return kNoRule;
   const InitTape::View& self = *inputs.op.tensor(0);
   const bool zeros = inputs.op.name == "aten::zero_" || (inputs.op.name == "aten::fill_" && inputs.number_at(1) == 0.0);
   const int64_t row = c10::multiply_integers(target.sizes) / target.sizes[0];
   const bool is_row = self.sizes == std::vector<int64_t>(target.sizes.begin() + 1, target.sizes.end()) && row > 0 && self.offset % row == 0 &&
                       self.strides == std::vector<int64_t>(target.strides.begin() + 1, target.strides.end());
   if (!zeros || !is_row) return kNoRule;
-  Held held{.written = true, .rule = before.rule, .draw = before.draw};
+  Held held{.written = true, .rule = before.rule, .draw = before.draw, .dtype = before.dtype};
   held.rule->zero_row = self.offset / row;
   return held;
 }
@@ -402,7 +424,7 @@ Held with_zero_row(const RuleInputs& inputs, const InitTape::View& target) {
 Held changed_by(const RuleInputs& inputs, int memory, const InitTape::View& target) {
   const InitTape::View* self = inputs.op.tensor(0);
   if (self == nullptr || self->memory != memory) return kNoRule;
-  if (self->covers) return rule_of(rules_of_changes(), inputs);
+  if (self->covers) return kept_in(rule_of(rules_of_changes(), inputs), self->dtype);
   return target.memory == memory ? with_zero_row(inputs, target) : kNoRule;
 }
 
@@ -459,7 +481,7 @@ InitTape::Recipe InitTape::recipe_for(const View& target) const {
   if (const auto it = held.find(target.memory); it != held.end()) {
     const Held& last = it->second;
     recipe.written = last.written;
-    if (target.covers) recipe.rule = last.rule;
+    if (target.covers && RuleInputs::is_of(last, target)) recipe.rule = last.rule;
     if (recipe.rule) recipe.draw = last.draw;
     if (target.covers && !last.written && last.blank != target.memory) recipe.blank = last.blank;
   }
@@ -516,7 +538,10 @@ at::Tensor InitTape::run(const View& target, const Recipe& recipe, const std::st
     }
     const auto memory = memories.find(view.memory);
     require(memory != memories.end(), "materialize: '", name, "' is made from a tensor on meta that was not built in this on_meta");
-    return at::empty({0}, at::device(at::kCPU).dtype(view.dtype)).set_(memory->second, view.offset, view.sizes, view.strides);
+    const at::Tensor tensor = at::empty({0}, at::device(at::kCPU).dtype(view.dtype)).set_(memory->second, view.offset, view.sizes, view.strides);
+    tensor._set_conj(view.conjugate);
+    tensor._set_neg(view.negative);
+    return tensor;
   };
   for (const size_t i : recipe.operators) {
     const Operator& op = *operators_[i];
@@ -539,8 +564,11 @@ at::Tensor InitTape::run(const View& target, const Recipe& recipe, const std::st
     const auto keep = [&](at::Tensor made) {
       const auto& view = op.results.at(next++);
       if (!view || memories.contains(view->memory)) return;
+      invariant(made.scalar_type() == view->dtype, op.name, " makes ", made.scalar_type(), ", and on meta ", view->dtype);
       if (made.strides() != at::IntArrayRef(view->strides)) made = at::empty_strided(view->sizes, view->strides, made.options()).copy_(made);
-      if (leaves_undefined(op.name) && at::isFloatingType(made.scalar_type())) made.fill_(std::numeric_limits<double>::quiet_NaN());
+      if (leaves_undefined(op.name) && !c10::isIntegralType(made.scalar_type(), /*includeBool=*/true)) {
+        (made.is_complex() ? at::view_as_real(made) : made).fill_(std::numeric_limits<double>::quiet_NaN());
+      }
       memories.emplace(view->memory, made.storage());
     };
     for (const c10::IValue& result : stack) {
@@ -552,8 +580,8 @@ at::Tensor InitTape::run(const View& target, const Recipe& recipe, const std::st
     }
   }
   at::Tensor made = tensor_at(target).clone();
-  require(!at::isFloatingType(made.scalar_type()) || !at::isnan(made).any().item<bool>(), "materialize: the constructor leaves part of '", name,
-          "' without values; fill it there, or give it a rule with tessera::nn::set_init");
+  require(c10::isIntegralType(made.scalar_type(), /*includeBool=*/true) || !at::isnan(made).any().item<bool>(), "materialize: the constructor leaves part of '",
+          name, "' without values; fill it there, or give it a rule with tessera::nn::set_init");
   return made;
 }
 

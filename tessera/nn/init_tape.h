@@ -26,7 +26,8 @@ class InitTape {
     std::vector<int64_t> sizes{}, strides{};
     int64_t offset = 0;
     at::ScalarType dtype = at::kFloat;
-    bool covers = false;  ///< every element of the memory, in order
+    bool conjugate = false, negative = false;  ///< what it makes of the memory's numbers when they are read
+    bool covers = false;                       ///< every element of the memory, in order
   };
 
   /// What of the tape makes one tensor: numbers of its operators, ascending, and those of them that draw random numbers.

@@ -5,6 +5,7 @@
 #include <string>
 #include <unordered_map>
 
+#include <ATen/ops/complex.h>
 #include <ATen/ops/empty.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -44,6 +45,12 @@ void draw_box(const InitRule& rule, const CounterRng& rng, const Slice& slice, c
   });
 }
 
+/// Of the real and of the imaginary part of complex numbers, as libtorch's normal_ (whose deviation is that of the distance) and uniform_ draw them.
+InitRule of_each_part(InitRule rule) {
+  if (rule.kind == InitRule::Kind::Normal) rule.b /= std::sqrt(2.0);
+  return rule;
+}
+
 /// The part of the local tensor that holds box number `index`, in the box's shape or (flattened slices) as one run.
 at::Tensor local_view(const at::Tensor& local, const Slice& slice, size_t index) {
   const Box place = slice.local_box(index);
@@ -69,13 +76,21 @@ void draw(const at::Tensor& parameter, uint64_t seed) {
     const Box& box = slice.boxes[i];
     if (box.empty()) continue;
     at::Tensor view = local_view(local, slice, i);
-    if (rule->kind != InitRule::Kind::Constant) {
-      if (view.is_contiguous() && view.is_cpu() && view.scalar_type() == at::kFloat) {
-        draw_box(*rule, rng, slice, box, view.mutable_data_ptr<float>());
-      } else {
+    if (rule->kind == InitRule::Kind::Constant) {
+      // filled above
+    } else if (view.is_contiguous() && view.is_cpu() && view.scalar_type() == at::kFloat) {
+      draw_box(*rule, rng, slice, box, view.mutable_data_ptr<float>());
+    } else {
+      const auto drawn_by = [&](const InitRule& of_part, const CounterRng& part) {
         const at::Tensor drawn = at::empty(view.sizes(), at::device(at::kCPU).dtype(at::kFloat));
-        draw_box(*rule, rng, slice, box, drawn.mutable_data_ptr<float>());
-        view.copy_(drawn);
+        draw_box(of_part, part, slice, box, drawn.mutable_data_ptr<float>());
+        return drawn;
+      };
+      if (view.is_complex() && !rule->is_real) {
+        const InitRule part = of_each_part(*rule);
+        view.copy_(at::complex(drawn_by(part, rng), drawn_by(part, CounterRng(seed, slice_of(drawn_as(parameter)).name + "#imaginary"))));
+      } else {
+        view.copy_(drawn_by(*rule, rng));
       }
     }
     if (rule->zero_row && *rule->zero_row >= box.offset[0] && *rule->zero_row < box.offset[0] + box.size[0]) {
@@ -115,6 +130,15 @@ class Recipes {
   }
 
   bool contains(const at::Tensor& tensor) const { return recipes_.contains(tensor.unsafeGetTensorImpl()); }
+
+  /// Where `recipe` is one rule of numbers that a parameter draws by its own: that parameter. Throws where the rules differ.
+  std::optional<at::Tensor> parameter_of(const at::Tensor& tensor, const std::string& name, const InitTape::Recipe& recipe) const {
+    if (!recipe.rule || !recipe.draw) return std::nullopt;
+    const auto found = draws_.find({origin_of(tensor)->tape.get(), *recipe.draw});
+    if (found == draws_.end()) return std::nullopt;
+    require(nearly_equal(*recipe.rule, found->second.rule), refusal(name, found->second.name));
+    return found->second.tensor;
+  }
 
   /// A tensor that is drawn by a rule gets other numbers than the constructor's; what is computed from those would not fit it. A plain copy gets the same.
   void drawn_by_rule(const at::Tensor& tensor, const std::string& name, const InitTape::Recipe& recipe) {
@@ -173,7 +197,8 @@ void refuse_late_write(const std::string& name, const at::Tensor& tensor) {
 bool is_running_statistic(const std::string& key) { return key == "running_mean" || key == "running_var" || key == "num_batches_tracked"; }
 
 /// Buffers of one module get memory and values. Those that have memory are left alone: their values are the user's.
-void materialize_buffers_of(torch::nn::Module& module, const std::string& path, uint64_t seed, at::Device device) {
+/// `recipes`: of the model's parameters, of whose numbers some may be made.
+void materialize_buffers_of(torch::nn::Module& module, const std::string& path, uint64_t seed, at::Device device, Recipes& recipes) {
   std::vector<std::pair<std::string, at::Tensor>> made;
   for (const auto& buffer : module.named_buffers(/*recurse=*/false)) {
     if (!buffer.value().defined() || !buffer.value().is_meta()) continue;
@@ -192,8 +217,17 @@ void materialize_buffers_of(torch::nn::Module& module, const std::string& path, 
     if (!recipe.written) return false;
     if (tensor.is_meta()) return true;
     const at::NoGradGuard no_grad;
-    Recipes recipes(seed);
+    if (const auto parameter = recipes.parameter_of(tensor, name, recipe)) {
+      const at::Tensor whole = at::empty_like(tensor);
+      set_slice(whole, Slice::whole(name, tensor.sizes().vec()));
+      set_init(whole, *recipe.rule);
+      set_drawn_as(whole, drawn_as(*parameter));
+      draw(whole, seed);
+      tensor.copy_(whole);
+      return true;
+    }
     recipes.add(tensor, name, std::move(recipe));
+    recipes.check();
     tensor.copy_(recipes.compute(tensor, name));
     return true;
   });
@@ -230,7 +264,7 @@ Recipes find_values(torch::nn::Module& root, uint64_t seed) {
     for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
       const at::Tensor& tensor = parameter.value();
       if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
-      const std::string& name = slice_of(tensor).name;
+      const std::string name = slice_of(tensor).name;  // which set_init moves
       const auto given = init_of(tensor);
       if (!given || init_position(tensor) != std::numeric_limits<size_t>::max()) refuse_late_write(below(path, parameter.key()), tensor);
       const auto usual = default_init(module, parameter.key());
@@ -275,10 +309,15 @@ Recipes find_values(torch::nn::Module& root, uint64_t seed) {
   return recipes;
 }
 
+void materialize_buffers_by(Recipes& recipes, torch::nn::Module& root, uint64_t seed, at::Device device) {
+  root.apply([&](const std::string& path, torch::nn::Module& module) { materialize_buffers_of(module, path, seed, device, recipes); });
+}
+
 }  // namespace
 
 void materialize_buffers(torch::nn::Module& root, uint64_t seed, at::Device device) {
-  root.apply([&](const std::string& path, torch::nn::Module& module) { materialize_buffers_of(module, path, seed, device); });
+  Recipes recipes(seed);
+  materialize_buffers_by(recipes, root, seed, device);
 }
 
 }  // namespace nn
@@ -286,7 +325,7 @@ void materialize_buffers(torch::nn::Module& root, uint64_t seed, at::Device devi
 void materialize(torch::nn::Module& root, uint64_t seed, at::Device device) {
   nn::assign_paths(root);
   nn::refuse_shared_names(root);
-  const auto recipes = nn::find_values(root, seed);
+  auto recipes = nn::find_values(root, seed);
   auto parameters = nn::unique_parameters(root);
   for (auto& parameter : nn::following_parameters(root)) parameters.push_back(std::move(parameter));  // drawn alike, by their name
   for (const auto& parameter : parameters) {
@@ -307,7 +346,7 @@ void materialize(torch::nn::Module& root, uint64_t seed, at::Device device) {
       tensor.detach().copy_(take(recipes.compute(tensor, parameter.name), nn::slice_of(tensor)));
     }
   }
-  nn::materialize_buffers(root, seed, device);
+  nn::materialize_buffers_by(recipes, root, seed, device);
 }
 
 }  // namespace tessera

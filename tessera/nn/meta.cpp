@@ -81,8 +81,10 @@ void refuse_without_memory(const c10::Error& error) {
   const bool read = what.find("data is not allocated yet") != std::string::npos;
   if (named == std::string::npos && !read) return;
   throw ConfigError(::tessera::detail::concat(
-      "on_meta: a constructor ", read ? "looks into a tensor's memory (torch::tensor of a vector, data_ptr, an accessor)" : "calls " + what.substr(0, named),
-      ", and on meta there is none to look into. Make the table by operators (arange, linspace; torch::from_blob(values, sizes).clone() for numbers of the ",
+      "on_meta: a constructor ",
+      read ? "looks into a tensor's memory (torch::tensor of a vector, data_ptr, an accessor), and on meta there is none"
+           : "calls " + what.substr(0, named) + ", which libtorch cannot do without memory",
+      ". Make the tensor by other operators (arange, linspace; cos + 1i * sin in place of polar; torch::from_blob(values, sizes).clone() for numbers of the ",
       "program's own), have reset() or `init` of on_meta fill it, or build the model without on_meta"));
 }
 

@@ -19,6 +19,7 @@ struct InitRule {
   double a = 0;                                    ///< the constant; the mean; the lower bound
   double b = 0;                                    ///< -; the standard deviation; the upper bound
   std::optional<int64_t> zero_row = std::nullopt;  ///< this row of dimension 0 is zero all the same (the padding of an embedding)
+  bool is_real = false;                            ///< of a complex parameter: its imaginary part is zero
 
   static InitRule constant(double value) { return {.kind = Kind::Constant, .a = value}; }
   static InitRule zeros() { return constant(0); }

@@ -24,6 +24,7 @@ namespace {
 
 const Ambient<std::vector<std::shared_ptr<SavedTensorHooks>>> scopes;
 const Ambient<bool> is_recomputing;
+const Ambient<const torch::autograd::Node*> node_recomputed_for;
 
 /// Kept as it is. The version counter is shared, so a change in place shows.
 class Kept final : public SavedTensor {
@@ -144,7 +145,13 @@ bool saved_tensors_are_computed_again() {
 
 bool recomputing() noexcept { return *is_recomputing; }
 
-RecomputingScope::RecomputingScope() : before_(std::exchange(*is_recomputing, true)) {}
-RecomputingScope::~RecomputingScope() { *is_recomputing = before_; }
+const torch::autograd::Node* recomputed_for() noexcept { return *node_recomputed_for; }
+
+RecomputingScope::RecomputingScope()
+    : before_(std::exchange(*is_recomputing, true)), before_for_(std::exchange(*node_recomputed_for, torch::autograd::get_current_node().get())) {}
+RecomputingScope::~RecomputingScope() {
+  *is_recomputing = before_;
+  *node_recomputed_for = before_for_;
+}
 
 }  // namespace tessera::nn

@@ -62,6 +62,9 @@ bool saved_tensors_are_computed_again();
 /// units are gathered) asks.
 bool recomputing() noexcept;
 
+/// The node of the backward pass for which it does; null where it computes nothing again.
+const torch::autograd::Node* recomputed_for() noexcept;
+
 /// Says so while alive.
 class RecomputingScope {
  public:
@@ -72,6 +75,7 @@ class RecomputingScope {
 
  private:
   bool before_;
+  const torch::autograd::Node* before_for_;
 };
 
 }  // namespace tessera::nn

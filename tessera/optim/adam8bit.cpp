@@ -80,7 +80,7 @@ void Adam8bit::hold(size_t index) {
   if (exp_avg_[index].defined() || quantized_[index].state.exp_avg.defined()) return;
   const at::Tensor& parameter = parameters_[index].tensor;
   require(parameter.scalar_type() == at::kFloat, "optim.name = adam8bit: '", parameters_[index].name, "' is ", parameter.scalar_type(),
-          ", and it updates fp32; set precision.master = fp32");
+          ", and it updates fp32; set precision.master = fp32 (in a program: precision::make_optimizer), or keep it in fp32");
   if (!is_quantized(index)) {
     exp_avg_[index] = zeros_like_parameter(index);
     exp_avg_sq_[index] = zeros_like_parameter(index);

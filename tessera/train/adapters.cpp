@@ -122,10 +122,12 @@ std::string quantized_source(const Config& config) {
 }
 
 void check_quantized_source(const Config& config, const SavedWeights& saved) {
-  if (!saved.manifest->agreement.contains("quantize.from")) return;
+  const auto& agreement = saved.manifest->agreement;
+  const bool quantized = agreement.contains("quantize.modules") && agreement.at("quantize.modules") != "";
+  if (!quantized && !agreement.contains("quantize.from")) return;
   const std::string& from = config.model.from_hf;  // also for who reads them as they are there
   const std::string now = from.empty() ? "" : checkpoint::hugging_face_fingerprint(from);
-  require(saved.manifest->agreement.at("quantize.from") == now, "model.from_hf = ", from, ": ", saved.folder->string(),
+  require(agreement.value("quantize.from", "") == now, "model.from_hf = ", from, ": ", saved.folder->string(),
           " was trained beside other weights than are there now; put those back, or name the folder where they are (--set model.from_hf=DIR)");
 }
 

@@ -273,6 +273,24 @@ TEST(Lora, AForwardPassOfLibtorchsLinearThatIsMadeAgainHasItsTerm) {
   for (size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(at::allclose(again[i], plain[i], 1e-5, 1e-5)) << i;
 }
 
+/// A decoder that a program differentiates by itself, with the weight's transpose.
+struct DecodedByHand : torch::autograd::Function<DecodedByHand> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& h, const at::Tensor& weight) {
+    context->save_for_backward({weight});
+    return at::mm(h, weight);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+    return {at::mm(gradients[0], context->get_saved_variables()[0].t()), at::Tensor()};
+  }
+};
+
+TEST(Lora, WhatMayBeAGradientOfTheProgramsOwnIsRefused) {
+  TiedNetImpl net;
+  const auto adapted = lora::attach(net, {.modules = {"encoder"}, .rank = 2, .alpha = 4});
+  const at::Tensor y = DecodedByHand::apply(net.encoder(at::randn({4, 7})).tanh(), net.encoder->weight);
+  EXPECT_THAT([&] { y.sum().backward(); }, ThrowsMessage<ConfigError>(HasSubstr("LoRA of 'encoder', libtorch's own Linear: a backward of the program's own")));
+}
+
 TEST(Lora, DropsFromWhatLibtorchsLinearSees) {
   PlainNetImpl net;
   const auto adapted = lora::attach(net, {.modules = {"first"}, .dropout = 0.5});

@@ -312,6 +312,100 @@ TEST(OnMetaModules, DistributionsAreScaledByNegativeNumbersToo) {
   EXPECT_NEAR(lazy->normal.std().item<float>(), 3, 0.6);
 }
 
+/// Mean, deviation and what tells whole numbers, of both parts where there are two.
+std::vector<double> figures_of(const at::Tensor& tensor) {
+  const at::Tensor parts = (tensor.is_complex() ? at::view_as_real(tensor.cpu()) : tensor.cpu().unsqueeze(-1)).to(at::kDouble).flatten(0, -2);
+  std::vector<double> figures;
+  for (int64_t part = 0; part < parts.size(1); ++part) {
+    const at::Tensor numbers = parts.select(1, part);
+    for (const at::Tensor& figure : {numbers.mean(), numbers.std(), numbers.eq(numbers.round()).to(at::kDouble).mean()})
+      figures.push_back(figure.item<double>());
+  }
+  return figures;
+}
+
+/// A rule makes real numbers of 32 bits. What a constructor makes of others keeps its distribution: both parts, whole numbers, rounded ones.
+TEST(OnMetaModules, NumbersOfOtherKindsAreThoseOfTheirConstructor) {
+  const at::TensorOptions complex = at::kComplexFloat;
+  const std::vector<std::function<at::Tensor()>> makers{
+      [&] { return at::randn({5000}, complex); },
+      [&] { return at::rand({5000}, complex) * 0.1; },
+      [&] { return at::empty({5000}, complex).normal_(0.5, 2); },
+      [&] { return at::randn({5000}, complex) * 3 + 1; },
+      [&] { return at::view_as_complex(at::randn({5000, 2})); },
+      [&] { return at::view_as_real(at::randn({5000}, complex)); },
+      [&] { return at::view_as_real(at::ones({5000}, complex)).clone(); },
+      [&] { return at::real(at::randn({5000}, complex)).contiguous(); },
+      [&] { return at::abs(at::randn({5000}, complex)); },
+      [&] {
+        const at::Tensor z = at::randn({5000}, complex);
+        return at::real(z * z.conj()).contiguous();
+      },
+      [] { return at::div(at::rand({5000}) * 10, 1, "floor"); },
+      [&] {
+        const at::Tensor made = at::empty({5000}, complex);
+        at::view_as_real(made).uniform_(-1, 3);
+        return made;
+      },
+      [] { return (at::rand({5000}) * 10).to(at::kLong).to(at::kFloat); },
+      [] { return at::full({5000}, 2.7).to(at::kLong).to(at::kFloat); },
+      [] { return at::randn({5000}).to(at::kBool).to(at::kFloat); },
+      [] { return at::zeros({5000}, at::kInt).copy_(at::rand({5000}) * 10).to(at::kFloat); },
+      [] { return (at::randn({5000}) * 64).to(at::kFloat8_e4m3fn).to(at::kFloat); },
+  };
+  for (size_t i = 0; i < makers.size(); ++i) {
+    struct Drawn : torch::nn::Module {
+      explicit Drawn(const at::Tensor& made) : made(register_parameter("made", made)) {}
+      at::Tensor made;
+    };
+    auto lazy = on_meta([&] { return std::make_shared<Drawn>(makers[i]()); });
+    materialize(*lazy, 4);
+    const auto plain = figures_of(makers[i]()), drawn = figures_of(lazy->made.detach());
+    ASSERT_EQ(drawn.size(), plain.size());
+    for (size_t j = 0; j < plain.size(); ++j) EXPECT_NEAR(drawn[j], plain[j], 0.06 * std::max(1.0, plain[1])) << i << ", figure " << j;
+  }
+}
+
+/// Through other formats, into complex numbers, and into buffers.
+TEST(OnMetaModules, CopiesOfAnotherKindHaveTheNumbersOfWhatTheyCopy) {
+  struct Copies : torch::nn::Module {
+    at::Tensor narrow = register_parameter("narrow", at::randn({40, 30}).to(at::kBFloat16));
+    at::Tensor wide = register_parameter("wide", at::empty({40, 30}).copy_(narrow));
+    at::Tensor complex = register_parameter("complex", at::zeros({40, 30}, at::kComplexFloat).copy_(narrow));
+    at::Tensor average = register_buffer("average", wide.detach().clone());
+    at::Tensor codes = register_buffer("codes", at::rand({50})), same = register_buffer("same", codes.clone());
+  };
+  auto lazy = on_meta([] { return std::make_shared<Copies>(); });
+  materialize(*lazy, 4);
+  EXPECT_TRUE(at::equal(lazy->wide.to(at::kBFloat16), lazy->narrow));
+  EXPECT_TRUE(at::equal(at::real(lazy->complex), lazy->wide));
+  EXPECT_TRUE(at::equal(at::imag(lazy->complex), at::zeros({40, 30})));
+  EXPECT_TRUE(at::equal(lazy->average, lazy->wide));
+  EXPECT_TRUE(at::equal(lazy->same, lazy->codes));
+  EXPECT_GT(lazy->codes.max().item<float>(), 0);
+
+  struct Derived : torch::nn::Module {
+    at::Tensor weight = register_parameter("weight", at::rand({40})), codes = register_buffer("codes", (weight.detach() * 255).to(at::kByte));
+  };
+  auto derived = on_meta([] { return std::make_shared<Derived>(); });
+  EXPECT_THAT([&] { materialize(*derived, 4); }, ThrowsMessage<ConfigError>(HasSubstr("'codes' is computed from the random numbers of 'weight'")));
+}
+
+TEST(Materialize, BothPartsOfAComplexParameterAreDrawnByItsRule) {
+  for (const auto& rule : {InitRule::normal(0.5, 2), InitRule::uniform(-1, 3)}) {
+    const at::Tensor whole = at::zeros({100, 50}, at::kComplexFloat), part = at::zeros({40, 50}, at::kComplexFloat);
+    for (const at::Tensor& tensor : {whole, part}) {
+      set_init(tensor, rule);
+      set_slice(tensor, tensor.is_same(whole) ? Slice::whole("w", {100, 50}) : Slice::along("w", {100, 50}, 0, 60, 40));
+      draw(tensor, 3);
+    }
+    EXPECT_TRUE(at::equal(part, whole.narrow(0, 60, 40)));
+    const at::Tensor plain = at::empty({5000}, at::kComplexFloat);
+    const auto expected = figures_of(rule.kind == InitRule::Kind::Normal ? plain.normal_(0.5, 2) : plain.uniform_(-1, 3)), drawn = figures_of(whole);
+    for (size_t j = 0; j < expected.size(); ++j) EXPECT_NEAR(drawn[j], expected[j], 0.12) << j;
+  }
+}
+
 TEST(OnMetaModules, HandWrittenOnesGetTheValuesOfTheirConstructor) {
   HandWritten plain;
   auto lazy = on_meta([] { return HandWritten(); });

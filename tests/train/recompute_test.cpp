@@ -222,6 +222,40 @@ TEST(RecomputeLoop, AdaptersBesideLibtorchsLinearAreInThePassThatIsMadeAgain) {
   for (const int i : {0, 1}) EXPECT_TRUE(at::equal(gradients[0][i], gradients[1][i])) << i;
 }
 
+/// Its pass asks for a gradient, whose product by the weight's transpose is libtorch's own, also when the pass is made again.
+struct GradientInsideImpl : nn::Module {
+  GradientInsideImpl() {
+    register_module("inner", inner);
+    nn::assign_paths(*this);
+    testing_support::fill_parameters(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::AutoGradMode with_gradients(true);
+    const at::Tensor energy = at::mm(at::tanh(inner(x)), inner->weight).square().sum();
+    return torch::autograd::grad({energy}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+  }
+  torch::nn::Linear inner{7, 5};
+};
+TESSERA_MODULE(GradientInside);
+
+TEST(RecomputeLoop, AdaptersLeaveTheGradientsOfAPassThatIsMadeAgainAlone) {
+  std::vector<at::Tensor> gradients;
+  for (const bool is_recomputed : {false, true}) {
+    GradientInside model;
+    const auto adapted = lora::attach(*model, {.modules = {"inner"}, .rank = 2, .alpha = 4});
+    for (const auto& each : model->named_parameters()) {
+      if (each.key().ends_with("lora_b")) each.value().data().copy_(testing_support::random_tensor(each.value().sizes(), "b"));
+    }
+    const auto again = is_recomputed ? recompute(model, {.modules = ""}) : Attachment();
+    model(testing_support::random_tensor({6, 7}, "x").requires_grad_()).square().sum().backward();
+    for (const auto& each : model->named_parameters()) {
+      if (each.key().ends_with("lora_a")) gradients.push_back(each.value().grad());
+    }
+  }
+  ASSERT_EQ(gradients.size(), 2);
+  EXPECT_TRUE(at::allclose(gradients[0], gradients[1], 1e-5, 1e-6));
+}
+
 /// What it makes is weighed by what a teacher says, which is looked at alone.
 struct TaughtImpl : nn::Module {
   explicit TaughtImpl(BareEnds teacher) : teacher(std::move(teacher)) {

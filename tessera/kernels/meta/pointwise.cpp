@@ -16,7 +16,7 @@ namespace {
 
 at::Tensor relu(const at::Tensor& self) { return at::clamp_min(self, 0); }
 
-at::Tensor abs(const at::Tensor& self) { return at::empty_like(self); }
+at::Tensor abs(const at::Tensor& self) { return at::empty_like(self, self.options().dtype(c10::toRealValueType(self.scalar_type()))); }
 
 at::Tensor mse_loss_backward(const at::Tensor&, const at::Tensor& self, const at::Tensor&, int64_t) { return at::empty_like(self); }
 
