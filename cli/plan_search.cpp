@@ -88,15 +88,16 @@ std::vector<int64_t> batches_up_to(int64_t largest) {
   return sizes;
 }
 
-/// With what is alive over the step.
-plan::DryRun run_to_draw(const Config& config, int world, const PlanRequest& request) {
+/// With what is alive over the step, and the stages that a search had for it.
+plan::DryRun run_to_draw(Config& config, int world, const PlanRequest& request) {
+  if (const auto settle = request.machine_of_each()) settle(config);
   plan::DryRunOptions options = request.dry_options(config);
   options.history = true;
   return plan::dry_run(config, world, options);
 }
 
 /// The best layout's own plan, with all that a picture needs.
-void draw_search(const plan::LayoutSearch& found, const Config& winner, const PlanRequest& request) {
+void draw_search(const plan::LayoutSearch& found, Config winner, const PlanRequest& request) {
   const auto run = run_to_draw(winner, found.world, request);
   nlohmann::json json = json_of(run, winner, request.device(), std::nullopt);
   json["search"] = plan::to_json(found);
@@ -156,7 +157,7 @@ void say_scaling(const Config& config, const std::vector<std::string>& beside, c
     for (const auto& point : scaling.points) {
       if (point.whole && (!scaling.knee || point.ranks <= *scaling.knee)) drawn = &point;
     }
-    const Config at = plan::with_settings(config, plan::settings_of(drawn->whole->choice, drawn->ranks));
+    Config at = plan::with_settings(config, plan::settings_of(drawn->whole->choice, drawn->ranks));
     const auto run = run_to_draw(at, drawn->ranks, request);
     nlohmann::json page = json_of(run, at, request.device(), std::nullopt);
     page["scaling"] = json;

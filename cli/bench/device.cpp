@@ -26,6 +26,7 @@
 #include "tessera/kernels/fp32_products.h"
 #include "tessera/kernels/products.h"
 #include "tessera/memory/host_memory.h"
+#include "tessera/plan/collective_time.h"
 #include "tessera/plan/rates_picture.h"
 
 // A CPU is planned like any other device: a rate of products, a memory, and what an operator costs that does nothing. Its host is the device itself, so what
@@ -101,8 +102,8 @@ plan::Device measure_device(const Limits& limits) {
 
 void add_links(plan::Device& device, const AllReduces& measured) {
   const double sent = 2.0 * static_cast<double>(measured.large_bytes) * (measured.ranks - 1) / measured.ranks;
-  device.inside =
-      plan::Link{.name = fmt::format("{} ranks of this host", measured.ranks), .bytes_per_s = sent / std::max(1e-9, measured.large - measured.small)};
+  const double rate = sent / std::max(1e-9, measured.large - measured.small);
+  device.inside = plan::Link{.name = fmt::format("{} ranks of this host", measured.ranks), .bytes_per_s = rate * plan::with_last_sums(measured.ranks)};
   device.reaches["inside"] = 1;
   device.reaches["inside_us"] = 1e6 * measured.small / 2 / std::ceil(std::log2(measured.ranks));
 }

@@ -42,7 +42,8 @@ int64_t most_of_alike(const DryRows& rows, int64_t most, int64_t first, int64_t 
 
 }  // namespace
 
-DryRoutingScope::DryRoutingScope(const DryRouting& routing) : before_(std::exchange(*assumed, routing)) {}
+DryRoutingScope::DryRoutingScope(const DryRouting& routing)
+    : before_(std::exchange(*assumed, routing)), groups_(routing.load == DryLoad::Most && !routing.alike ? routing.per_token : 0) {}
 DryRoutingScope::~DryRoutingScope() { *assumed = before_; }
 
 bool dry_rows_may_drop() {

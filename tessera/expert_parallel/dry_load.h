@@ -34,6 +34,7 @@ class DryRoutingScope {
 
  private:
   DryRouting before_;
+  nn::DryGroupsScope groups_;
 };
 
 /// Of `all` rows, which lie by expert, those of one rank: the `size` from `begin` on. Others have the rest, where several route the same tokens.

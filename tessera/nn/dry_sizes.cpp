@@ -8,6 +8,7 @@ namespace tessera::nn {
 namespace {
 
 const Ambient<DrySizes> sizes_now;
+const Ambient<int64_t> groups_now;
 
 }  // namespace
 
@@ -15,5 +16,10 @@ DrySizesScope::DrySizesScope(DrySizes sizes) : before_(std::exchange(*sizes_now,
 DrySizesScope::~DrySizesScope() { *sizes_now = before_; }
 
 DrySizes DrySizesScope::now() { return *sizes_now; }
+
+DryGroupsScope::DryGroupsScope(int64_t groups) : before_(std::exchange(*groups_now, groups)) {}
+DryGroupsScope::~DryGroupsScope() { *groups_now = before_; }
+
+int64_t DryGroupsScope::now() { return *groups_now; }
 
 }  // namespace tessera::nn

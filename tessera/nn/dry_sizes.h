@@ -22,4 +22,19 @@ class DrySizesScope {
   DrySizes before_;
 };
 
+/// While alive, this thread's dry run puts the rows that come to an expert by chance into as few experts as they can come to, of which there are so many; 0,
+/// as where there is none: into all alike. Whoever's scratch goes by an expert's rows asks. Nests.
+class DryGroupsScope {
+ public:
+  explicit DryGroupsScope(int64_t groups);
+  ~DryGroupsScope();
+  DryGroupsScope(const DryGroupsScope&) = delete;
+  DryGroupsScope& operator=(const DryGroupsScope&) = delete;
+
+  static int64_t now();
+
+ private:
+  int64_t before_;
+};
+
 }  // namespace tessera::nn

@@ -33,7 +33,9 @@ Unknowns unknowns_of(const Config& config, int world) {
   // Between ranks that each hold a part of every expert no row travels that a capacity drops.
   const bool dropped = config.mesh.expert_tp > 1 && config.moe.capacity_factor > 0 && !experts_have_alike(config.model);
   const bool documents = config.data.documents != "none";  // and padding, which decides where experts have alike
-  return {.documents = documents, .routers = dealt && ((config.mesh.ep > 1 && (!experts_have_alike(config.model) || documents)) || dropped)};
+  // Of each expert's rows alone fp8 makes a copy, which is as large as the busiest one's.
+  const bool copied = config.model.experts > 0 && config.precision.compute == "fp8" && !experts_have_alike(config.model);
+  return {.documents = documents, .routers = copied || (dealt && ((config.mesh.ep > 1 && (!experts_have_alike(config.model) || documents)) || dropped))};
 }
 
 double without_length(double whole, double parts, double ratio) { return parts - (whole - parts) / (ratio - 1); }

@@ -12,7 +12,8 @@
 namespace tessera::plan {
 
 /// What decides of a step's size and time and is not known before it runs: how long the documents are that a window packs, of which a plan takes each window
-/// for one, and how many tokens routers send to experts that are dealt over ranks, of which it takes as many for each, so that no capacity drops any.
+/// for one, and how many tokens routers send to experts that are dealt over ranks, or round each expert's in fp8, of which it takes as many for each, so that
+/// no capacity drops any.
 struct Unknowns {
   bool documents = false, routers = false;
   bool any() const { return documents || routers; }

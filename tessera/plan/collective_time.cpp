@@ -15,17 +15,15 @@ namespace {
 
 constexpr int64_t kTreeBytes = int64_t{4} << 20;  ///< above, rings carry more than trees do (NCCL's tuner)
 
-/// The share of an all-reduce that a rank is the last to add to, one of n, it writes out and sends in the same pass, which is slower than to do one of them:
-/// nccl-tests on one host of A100 reach 197 GB/s among two ranks, 222 among four and 229 among eight, on which machines' rates are measured.
+double levels(int among) { return among > 1 ? std::ceil(std::log2(among)) : 0; }
+
+}  // namespace
+
 double with_last_sums(int ranks) {
   constexpr double slower = 0.4;
   constexpr int measured = 8;
   return (1 + slower / (2 * (ranks - 1))) / (1 + slower / (2 * (measured - 1)));
 }
-
-double levels(int among) { return among > 1 ? std::ceil(std::log2(among)) : 0; }
-
-}  // namespace
 
 Placement placement_of(const std::vector<int>& world_ranks, int devices_per_host) {
   std::map<int, int> on_host;

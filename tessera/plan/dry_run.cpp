@@ -122,7 +122,8 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   run.parameters = num_parameters(config.model);
   run.active_parameters = num_active_parameters(config.model);
   run.pipeline = plan_pipeline(config, world);
-  auto classes = rank_classes(config, world, run.pipeline, options.exact_ranks, options.documents, options.routed);
+  const Config short_run = shortened(config);
+  auto classes = rank_classes(options.limits_units ? config : short_run, world, run.pipeline, options.exact_ranks, options.documents, options.routed);
   const MeshShape shape = mesh_shape(config.mesh, config.zero.stage, world);
   Agreement agreement(shape);
   if (deals_experts(config, shape)) {
@@ -142,7 +143,6 @@ DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
     }
   }
   const bool share = options.share_traces && !options.told && !options.events && options.rehearse && treats_layers_alike(config);
-  const Config short_run = shortened(config);
   const auto config_of = [&](int rank) { return options.told ? options.told(short_run, rank) : short_run; };
   const auto of_class = [&](int rank, const std::vector<int>& alike, const std::optional<StageKind>& kind) {
     if (share && kind) {

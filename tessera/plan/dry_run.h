@@ -104,6 +104,8 @@ struct DryRunOptions {
       false;  ///< of the ranks between the first and the last of a pipeline that hold as much, the one that keeps most micro-batches stands for all
   bool share_traces = true;       ///< of those that do the same, one is run, and what the others do is told from it: no number differs
   int exact_ranks = kExactRanks;  ///< in worlds of so many ranks, those that hold a row more or less are told apart (rank_classes.h); 0: in none
+  /// A unit of zero.stage = 3 that alone takes more than run.memory_limit_bytes is refused before a step, as train refuses it: for who looks for what fits.
+  bool limits_units = false;
   /// Of each packed window: attention takes least memory where they are short. 1: the whole window, or, where a sliding window makes as many tiles of equal
   /// shorter ones, which attention takes together (documents_that_fill), each rank's memory is that of whichever needs more.
   int64_t documents = 1;
@@ -120,7 +122,7 @@ struct DryRunOptions {
 /// the same a few are run, where that changes no number. `config` must be validated for `world`.
 /// The classes' collectives are compared (agreement.h): ConfigError where ranks that share a group would not meet in it, or wait in a circle.
 /// Cost: milliseconds a layer, micro-batch and class, and some 100 ns a rank of the world; no memory to speak of.
-/// run.memory_limit_bytes refuses nothing here: what a run needs is asked, not whether it gets it.
+/// run.memory_limit_bytes refuses nothing here, but for limits_units: what a run needs is asked, not whether it gets it.
 DryRun dry_run(const Config& config, int world, const DryRunOptions& options = {});
 
 /// How many documents of one length, no longer than the window that slides over them, make up a packed window for attention to have most to do at once: tiles

@@ -1,6 +1,7 @@
 #include "tessera/plan/fit.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string_view>
 #include <utility>
 
@@ -98,6 +99,12 @@ std::vector<Choice> recomputations(const Config& config) {
   return choices;
 }
 
+/// Over another number of data ranks the same step, where the file says what each of them has.
+Sets whole_step(const Config& config) {
+  if (!config.given.contains("batch.per_rank")) return {};
+  return {"batch.per_rank=0", "batch.global_size=" + std::to_string(config.batch.global_size)};
+}
+
 /// Schedules that hold fewer micro-batches' activations; where there are no stages yet, a pipeline over the data ranks, which divides what each parameter
 /// keeps.
 std::vector<Choice> pipelines(const Config& config, int world) {
@@ -121,7 +128,10 @@ std::vector<Choice> pipelines(const Config& config, int world) {
   if (config.mesh.dp_replicate || config.mesh.dp_shard) return choices;  // as many as was asked for
   for (int stages = 2; stages <= data; stages *= 2) {
     const bool many = micro_batches / (data / stages) >= kMicroBatchesAStage * stages;
-    if (data % stages == 0 && many && stages <= config.model.layers) choices.push_back({.sets = {"mesh.pp=" + std::to_string(stages)}, .price = kPipeline});
+    if (data % stages != 0 || !many || stages > config.model.layers) continue;
+    Choice piped{.sets = {"mesh.pp=" + std::to_string(stages)}, .price = kPipeline};
+    std::ranges::copy(whole_step(config), std::back_inserter(piped.sets));
+    choices.push_back(std::move(piped));
   }
   return choices;
 }
@@ -179,7 +189,7 @@ FitSearch find_fit(const Config& config, int world, int64_t limit, std::chrono::
       const Config changed = with_settings(config, sets);
       validate(changed, world, Purpose::Plan);
       check_pipeline(changed, mesh_shape(changed.mesh, changed.zero.stage, world));
-      search.tried.push_back(tried(dry_run(changed, world, {.allocator = allocator}), std::move(sets)));
+      search.tried.push_back(tried(dry_run(changed, world, {.allocator = allocator, .limits_units = true}), std::move(sets)));
     } catch (const ConfigError&) {
       continue;  // these settings do not go together
     }

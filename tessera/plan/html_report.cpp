@@ -427,7 +427,11 @@ std::optional<schedules::Drawing> drawing_of(const DryRun& run) {
   }
   schedules::Costs costs = pipeline_costs(classes, schedule);
   constexpr double ms = 1e3;
-  for (auto& stage : costs.stages) stage.forward *= ms, stage.backward *= ms, stage.backward_input *= ms, stage.backward_weight *= ms;
+  for (auto& stage : costs.stages) {
+    for (double schedules::StageCosts::* cost : {&schedules::StageCosts::forward, &schedules::StageCosts::backward, &schedules::StageCosts::backward_input,
+                                                 &schedules::StageCosts::backward_weight, &schedules::StageCosts::update})
+      stage.*cost *= ms;
+  }
   costs.communication *= ms;
   auto timeline = simulate(schedule, costs);
   const std::string name = run.pipeline.actions.actions.empty()

@@ -1,6 +1,7 @@
 #include "tessera/plan/layout_choice.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <iterator>
 #include <numeric>
 #include <utility>
@@ -16,6 +17,23 @@ std::vector<int> divisors(int64_t of, int64_t most) {
     if (of % d == 0) found.push_back(static_cast<int>(d));
   }
   return found;
+}
+
+/// To which divisors of `of` one goes from `at`, the larger ones first: the next on either side, and those a prime times as large or as small, with which what
+/// was dealt evenly still is; none more than 64 times as large.
+std::vector<int> steps_from(int64_t at, int64_t of) {
+  if (of % at != 0) return {};
+  const std::vector<int> all = divisors(of, 64 * at);
+  const auto here = std::ranges::find(all, at);
+  const auto is_step = [&](const int& other) {
+    const int64_t larger = std::max<int64_t>(other, at), smaller = std::min<int64_t>(other, at);
+    const bool is_prime = larger % smaller == 0 && divisors(larger / smaller, larger / smaller).size() == 2;
+    return is_prime || std::abs(&other - &*here) == 1;
+  };
+  std::vector<int> steps;
+  std::copy_if(here + 1, all.end(), std::back_inserter(steps), is_step);
+  std::copy_if(std::make_reverse_iterator(here), all.rend(), std::back_inserter(steps), is_step);
+  return steps;
 }
 
 struct PipelineChoice {
@@ -85,8 +103,8 @@ bool is_possible(const LayoutChoice& c, const Config& config, int world) {
 
 std::vector<int64_t> micro_sizes(int64_t batch, int64_t data_ranks) {
   std::vector<int64_t> found;
-  for (int64_t size = 1; size <= 16 && size * data_ranks <= batch; size *= 2) {
-    if (batch % size == 0) found.push_back(size);
+  for (const int64_t size : divisors(batch, 16)) {
+    if (size * data_ranks <= batch) found.push_back(size);
   }
   return found;
 }
@@ -179,19 +197,23 @@ std::vector<Neighbour> neighbours_of(const LayoutChoice& at, const Config& confi
     if (next.pp == 1) next.schedule = "1f1b", next.chunks = 1;
     if (next != at && is_possible(next, config, world)) found.push_back({what, next});
   };
-  const auto twice_and_half = [&](const char* name, int LayoutChoice::* axis, bool is_there_more = true) {
-    if (is_there_more) add(fmt::format("{} {}", name, at.*axis * 2), [&](LayoutChoice& c) { c.*axis *= 2; });
-    if (at.*axis % 2 == 0) add(fmt::format("{} {}", name, at.*axis / 2), [&](LayoutChoice& c) { c.*axis /= 2; });
+  const auto step = [&](const char* name, auto LayoutChoice::* size, int64_t of, int64_t most = INT64_MAX) {
+    for (const int next : steps_from(at.*size, of)) {
+      if (next < at.*size || next <= most) add(fmt::format("{} {}", name, next), [&](LayoutChoice& c) { c.*size = next; });
+    }
   };
-  twice_and_half("tp", &LayoutChoice::tp);
-  twice_and_half("pp", &LayoutChoice::pp);
-  twice_and_half("cp", &LayoutChoice::cp, config.data.seq_len / (2 * at.cp) >= fewest_columns);
-  if (config.model.experts > 0) twice_and_half("ep", &LayoutChoice::ep);
+  const int data_ranks = at.data_ranks(world);
+  step("tp", &LayoutChoice::tp, int64_t{at.tp} * data_ranks);
+  step("pp", &LayoutChoice::pp, int64_t{at.pp} * data_ranks);
+  step("cp", &LayoutChoice::cp, int64_t{at.cp} * data_ranks, config.data.seq_len / fewest_columns);
+  if (config.model.experts > 0) step("ep", &LayoutChoice::ep, std::gcd(config.model.experts, int64_t{ranks_of_experts(at)}));
   if (at.expert_tp > 1) add("experts whole", [](LayoutChoice& c) { c.expert_tp = 1; });
   if (const int most = most_expert_tp(at, config.model); most > at.expert_tp)
     add(fmt::format("expert tp {}", most), [&](LayoutChoice& c) { c.expert_tp = most; });
-  if (at.pp % 2 == 0) add(fmt::format("tp {} and pp {}", at.tp * 2, at.pp / 2), [](LayoutChoice& c) { c.tp *= 2, c.pp /= 2; });
-  if (at.tp % 2 == 0) add(fmt::format("tp {} and pp {}", at.tp / 2, at.pp * 2), [](LayoutChoice& c) { c.tp /= 2, c.pp *= 2; });
+  for (const int tp : steps_from(at.tp, int64_t{at.tp} * at.pp)) {
+    const int pp = at.tp * at.pp / tp;
+    add(fmt::format("tp {} and pp {}", tp, pp), [&](LayoutChoice& c) { c.tp = tp, c.pp = pp; });
+  }
   for (const auto& [stage, shard] : shardings(at.data_ranks(world), at.cp, on_a_host(at, machine))) {
     if (stage == at.stage && shard == at.shard) continue;
     LayoutChoice next = at;
@@ -200,8 +222,7 @@ std::vector<Neighbour> neighbours_of(const LayoutChoice& at, const Config& confi
     if (is_possible(next, config, world))
       found.push_back({fmt::format("zero {}{}", stage, shard > 1 && shard < at.data_ranks(world) ? fmt::format(" over {}", shard) : ""), next});
   }
-  add(fmt::format("micro {}", at.micro_size * 2), [](LayoutChoice& c) { c.micro_size *= 2; });
-  if (at.micro_size > 1) add(fmt::format("micro {}", at.micro_size / 2), [](LayoutChoice& c) { c.micro_size /= 2; });
+  step("micro", &LayoutChoice::micro_size, at.batch);
   for (const char* recompute : {"none", "selective", "full"}) {
     if (at.recompute != recompute) add(std::string("recompute ") + recompute, [&](LayoutChoice& c) { c.recompute = recompute; });
   }

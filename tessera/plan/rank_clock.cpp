@@ -4,11 +4,18 @@
 #include <cmath>
 #include <utility>
 
+#include <fmt/format.h>
+
 #include "tessera/plan/operator_time.h"
 #include "tessera/plan/read_events.h"
 #include "tessera/train/engine.h"
 
 namespace tessera::plan {
+namespace {
+
+double last_of(const std::array<double, 2>& ways) { return std::max(ways[0], ways[1]); }
+
+}  // namespace
 
 RankClock::RankClock(const Machine& machine, std::function<Placement(const std::string&)> place, std::vector<std::string> channels, bool updates_later)
     : machine_(machine), place_(std::move(place)), channels_(std::move(channels)), updates_later_(updates_later) {}
@@ -113,47 +120,54 @@ void RankClock::start(const CollectiveEvent& call, const Event& event) {
   const CollectiveCost cost = collective_cost(call, placed->second, machine_);
   if (is_message(call) && std::ranges::find(channels_, call.group) != channels_.end()) {
     time_.message = std::max(time_.message, cost.seconds());
-    for (const int64_t flight : event.writes) done_[flight] = 0;
+    for (const int64_t flight : event.writes) done_[flight] = {};
     return;
   }
-  Stream& stream = groups_[call.group];
-  const double begin = std::max({host_, device_, stream.end, copied_for(event)});
+  Stream& stream = streams_[is_message(call) ? fmt::format("{} {}", call.group, call.peer) : call.group];
+  const double begin = std::max({host_, device_, last_of(stream.ends), copied_for(event)});
+  const Ways ends = shared_ends(stream, call.op, begin, cost);
+  const double end = last_of(ends);
   stream.across = cost.across;
-  stream.end = shared_end(call.group, begin, cost);
-  time_.collectives += stream.end - begin;
+  for (size_t way = 0; way < ends.size(); ++way) stream.ends[way] = std::max(stream.ends[way], ends[way]);
+  time_.collectives += end - begin;
   std::erase_if(stream.flights, [&](int64_t flight) { return !done_.contains(flight); });
   for (const int64_t flight : event.writes) {
-    done_[flight] = stream.end;
+    done_[flight] = ends;
     if (std::ranges::find(stream.flights, flight) == stream.flights.end()) stream.flights.push_back(flight);
   }
   if (!habits.waits_for_collectives) return;
-  time_.exposed += stream.end - device_;
-  device_ = stream.end;
+  time_.exposed += end - device_;
+  device_ = end;
 }
 
 /// Of two that have bytes for the same links each has half of them until the smaller is through; so the one ends later by as much as the other has sent
 /// meanwhile, and the other way round.
-double RankClock::shared_end(const std::string& group, double begin, const CollectiveCost& cost) {
-  double end = begin + cost.seconds();
-  if (cost.transfer == 0) return end;
-  for (auto& [name, other] : groups_) {
-    if (name == group || other.across != cost.across || other.end <= begin) continue;
-    const auto later = [&](double at) { return at <= begin ? at : at + std::min(at - begin, cost.transfer); };
-    end += std::min(other.end - begin, cost.transfer);
-    for (const int64_t flight : other.flights) {
-      if (const auto found = done_.find(flight); found != done_.end()) found->second = later(found->second);
+RankClock::Ways RankClock::shared_ends(const Stream& stream, const std::string& op, double begin, const CollectiveCost& cost) {
+  Ways ends{};
+  for (size_t way = 0; way < ends.size(); ++way) {
+    if (op == (way == 0 ? "recv" : "send")) continue;
+    ends[way] = begin + cost.seconds();
+    if (cost.transfer == 0) continue;
+    for (auto& [name, other] : streams_) {
+      if (&other == &stream || other.across != cost.across || other.ends[way] <= begin) continue;
+      const auto later = [&](double at) { return at <= begin ? at : at + std::min(at - begin, cost.transfer); };
+      ends[way] += std::min(other.ends[way] - begin, cost.transfer);
+      for (const int64_t flight : other.flights) {
+        if (const auto found = done_.find(flight); found != done_.end()) found->second[way] = later(found->second[way]);
+      }
+      other.ends[way] = later(other.ends[way]);
     }
-    other.end = later(other.end);
   }
-  return end;
+  return ends;
 }
 
 void RankClock::wait(const Event& event) {
   for (const int64_t flight : event.reads) {
     const auto found = done_.find(flight);
     if (found == done_.end()) continue;
-    if (found->second > device_) time_.exposed += found->second - device_;
-    device_ = std::max(device_, found->second);
+    const double done = last_of(found->second);
+    if (done > device_) time_.exposed += done - device_;
+    device_ = std::max(device_, done);
     done_.erase(found);
   }
 }
@@ -184,7 +198,7 @@ RankTime RankClock::time() const {
   time.copied += copied - time.step;
   time.step = std::max(copied, cores_);
   time.asked += time.step - copied;
-  for (const auto& [group, stream] : groups_) time.step = std::max(time.step, stream.end);
+  for (const auto& [name, stream] : streams_) time.step = std::max(time.step, last_of(stream.ends));
   time.after = acted_ ? time.step - time_.after : 0;
   return time;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <functional>
 #include <map>
 #include <string>
@@ -38,14 +39,15 @@ struct RankTime {
 ///
 ///   host         asks for one thing after the other, each of which takes it a moment, and waits where it reads a value
 ///   computation  operators one after the other, each when the host has asked and, behind a wait, when the collective is done
-///   collectives  of each group one after the other, from when the host has asked and all operators before are done, beside the computation
+///   collectives  of each group one after the other, from when the host has asked and all operators before are done, beside the computation; so are a
+///                group's messages with each other rank, beside those with the others: NCCL has a communicator for each two
 ///
 ///   copies       to the device and to the host, those of each way one after the other: out when all operators before are done, in when the host has asked
 ///   the host     operators of what lies beside the device hold it up; who uses what a copy makes, or overwrites what it reads, waits for it
 ///
 /// Groups whose collectives are on the same links at the same time, those between hosts or those inside one, share them: each has half while both have bytes to
-/// send. The device is idle where the host is slower than it, which is what makes small layers on many ranks slow; nothing here knows of any technique. Memory
-/// is not shared: a collective beside an operator slows neither.
+/// send. A collective fills links both ways, a message one. The device is idle where the host is slower than it, which is what makes small layers on many ranks
+/// slow; nothing here knows of any technique. Memory is not shared: a collective beside an operator slows neither.
 class RankClock {
  public:
   /// `place`: of a group's ranks, by its name. `channels`: groups whose messages go between stages of a pipeline, which take no time here.
@@ -82,15 +84,16 @@ class RankClock {
     double written = 0, read = 0;  ///< by copies
   };
   std::unordered_map<int64_t, CopyTimes> copies_;  ///< of storages
-  /// The collectives of a group, one after the other.
+  using Ways = std::array<double, 2>;              ///< when a link is through with what goes out, and with what comes in
+  /// The collectives of a group, or its messages with one other rank, one after the other.
   struct Stream {
-    double end = 0;
+    Ways ends{};
     bool across = false;             ///< on the links between hosts
     std::vector<int64_t> flights{};  ///< those begun that nobody has waited for, and some that somebody has
   };
-  double shared_end(const std::string& group, double begin, const CollectiveCost& cost);
-  std::map<std::string, Stream> groups_;
-  std::unordered_map<int64_t, double> done_;  ///< calls in flight
+  Ways shared_ends(const Stream& stream, const std::string& op, double begin, const CollectiveCost& cost);
+  std::map<std::string, Stream> streams_;
+  std::unordered_map<int64_t, Ways> done_;  ///< calls in flight
   double action_began_ = 0;
   bool acted_ = false;
   RankTime time_;

@@ -35,10 +35,11 @@ struct OutOfPatience : std::runtime_error {
 
 double seconds_a_token(const Tried& tried) { return tried.time.seconds / static_cast<double>(tried.choice.batch); }
 
-/// Which is the better answer.
+/// Which is the better answer; of two that are as good always the same one, or a search would end at the one and name the other.
 bool is_better(const Tried& a, const Tried& b) {
   if (a.fits != b.fits) return a.fits;
-  return a.fits ? seconds_a_token(a) < seconds_a_token(b) : a.needed_bytes < b.needed_bytes;
+  const double seconds = a.fits ? seconds_a_token(a) : 0, others = a.fits ? seconds_a_token(b) : 0;
+  return std::tie(seconds, a.needed_bytes, a.choice) < std::tie(others, b.needed_bytes, b.choice);
 }
 
 class Search {
@@ -135,7 +136,7 @@ class Search {
       const auto patient = [this](const DryRunProgress&) {
         if (Clock::now() > until_) throw OutOfPatience();
       };
-      DryRunOptions dry{.machine = machine, .alike_stages = true, .progress = patient};
+      DryRunOptions dry{.machine = machine, .alike_stages = true, .limits_units = true, .progress = patient};
       if (options_.allocator) dry.allocator = DeviceAllocator{.within = found_.limit};
       const DryRun run = dry_run(changed, world_, dry);
       const RankClass& largest = largest_class(run);
@@ -316,6 +317,10 @@ class Search {
         found_.smallest_world = static_cast<int>(world);
         return;
       }
+      if (other.found_.possible == 0) {  // nor of more
+        found_.too_many_for_a_step = static_cast<int>(world);
+        return;
+      }
       if (other.are_known(all) && other.are_known(other.candidates(/*host_optimizer=*/true))) {
         found_.most_ruled_out = static_cast<int>(world);
       } else if (!other.tried_.empty()) {
@@ -418,6 +423,9 @@ std::string to_string(const LayoutSearch& search, size_t rows) {
     } else if (!refused) {
       if (search.most_ruled_out > 0) out += fmt::format("; nor does it in {} of these devices", search.most_ruled_out);
       if (search.most_looked_at > search.most_ruled_out) out += fmt::format("; nor does what was run of up to {} of these devices", search.most_looked_at);
+      if (search.too_many_for_a_step > 0) {
+        out += fmt::format("; a step has too few sequences for {} of these devices: give it more (--batch, --max-batch)", search.too_many_for_a_step);
+      }
     }
     out += "\n";
     return out;

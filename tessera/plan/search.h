@@ -49,8 +49,9 @@ struct LayoutSearch {
   std::vector<std::string> beside{};      ///< SearchOptions::beside
   std::optional<int> smallest_world;      ///< where nothing fits: the fewest ranks, in powers of two of these, of which a layout was run that does
 
-  int most_ruled_out = 0;  ///< where there is none: of so many no layout fits
-  int most_looked_at = 0;  ///< and of so many some were run, none of which fits
+  int most_ruled_out = 0;       ///< where there is none: of so many no layout fits
+  int most_looked_at = 0;       ///< and of so many some were run, none of which fits
+  int too_many_for_a_step = 0;  ///< and over so many no layout deals its sequences
 
   const Tried* best() const { return !ranked.empty() && ranked.front().fits ? &ranked.front() : nullptr; }
 };

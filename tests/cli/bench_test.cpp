@@ -6,10 +6,13 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include "cli/bench/device.h"
 #include "cli/bench/frame.h"
 #include "cli/bench/plot.h"
 #include "cli/bench/rows.h"
 #include "tessera/core/error.h"
+#include "tessera/plan/collective_time.h"
+#include "tessera/plan/machine.h"
 
 namespace tessera::cli {
 namespace {
@@ -35,6 +38,19 @@ TEST(BenchDevice, IsRefusedWhereItIsNotThere) {
   BenchCpFlags cp;
   cp.device = "cuda:77";
   EXPECT_THAT(reason_of([&] { bench_cp(cp); }), HasSubstr("--device"));
+}
+
+// A file says what eight ranks reach, whatever number of them was measured.
+TEST(BenchDevice, ItsFileTakesForItsAllReduceWhatWasMeasured) {
+  for (const int ranks : {2, 3, 8}) {
+    plan::Device device;
+    const bench::AllReduces measured{.ranks = ranks, .small_bytes = 4096, .large_bytes = 16 << 20, .small = 1e-5, .large = 16e-3};
+    bench::add_links(device, measured);
+    const CollectiveEvent call{
+        .op = "all_reduce", .group_size = ranks, .bytes = measured.large_bytes, .sent_bytes = 2 * measured.large_bytes * (ranks - 1) / ranks};
+    const double seconds = plan::collective_cost(call, {.ranks = ranks, .hosts = 1, .per_host = ranks}, plan::machine_of(device)).seconds();
+    EXPECT_NEAR(seconds, measured.large, 1e-4 * measured.large) << ranks;
+  }
 }
 
 // Copies read their own command line, and are told all that this one was.

@@ -114,6 +114,23 @@ TEST_F(DryRunTest, PeakEqualsTheRealRunOfExpertsOfAnyWidth) {
   }
 }
 
+/// In fp8 each expert's rows are rounded by themselves, so what a product takes goes by the busiest one's. A router that learns fast sends unevenly.
+TEST_F(DryRunTest, ExpertsInFp8HaveBounds) {
+  for (const int per_token : {1, 2}) {
+    const Config config = this->config("mixtral", {"model.dim=32", "model.heads=4", "model.ffn_dim=256", "model.layers=1", "model.experts=8",
+                                                   "model.experts_per_token=" + std::to_string(per_token), "model.norm_topk=false", "data.seq_len=32",
+                                                   "optim.lr=5e-2", "precision.compute=fp8", "run.threads=1", "run.steps=4"});
+    const auto planned = plan::dry_run(config, 1);
+    const auto bounds = plan::find_bounds(config, planned, {});
+    ASSERT_TRUE(bounds && bounds->unknown.routers);
+    EXPECT_EQ(bounds->lowest_peak, total_of(planned.ranks.at(0).peak_bytes));
+    const int64_t real = total_of(train(config, 1).peak);
+    EXPECT_GT(real, bounds->lowest_peak) << "no load is even";
+    EXPECT_LE(real, bounds->highest_peak);
+  }
+  EXPECT_FALSE(plan::unknowns_of(config("mixtral", {"model.experts=4", "model.router=expert_choice", "precision.compute=fp8"}), 1).any());
+}
+
 /// Windows that a document fills, as a plan has them, and a mask of what it does not; with padding a run needs no more.
 TEST_F(DryRunTest, PeakEqualsTheRealRunOfAMixtureOverDocuments) {
   for (const std::vector<std::string>& sets : {std::vector<std::string>{"model.experts=2"},
@@ -590,6 +607,15 @@ TEST_F(DryRunTest, WhatAnAllocatorReservesHasToFit) {
   const auto tight = plan::dry_run(settings, 1, {.allocator = plan::DeviceAllocator{.within = peak}});
   EXPECT_FALSE(tight.fits());
   EXPECT_LT(tight.ranks.front().reserved_bytes, reserved) << "near the limit what is free is given back";
+}
+
+/// Which train would refuse (check_modules).
+TEST_F(DryRunTest, AUnitBeyondTheLimitIsPlannedAllTheSame) {
+  const auto planned = [&](const std::string& limit) { return plan::dry_run(config("llama", {"zero.stage=3", "run.memory_limit_bytes=" + limit}), 2); };
+  const plan::DryRun run = planned("20000");
+  EXPECT_EQ(run.memory_limit, 20000);
+  EXPECT_FALSE(run.fits());
+  EXPECT_EQ(largest_class(run).peak_bytes, largest_class(planned("0")).peak_bytes);
 }
 
 TEST_F(DryRunTest, GroupsThatCrossHostsAreTimedWhicheverRankIsRun) {

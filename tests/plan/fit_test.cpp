@@ -3,6 +3,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <gmock/gmock.h>
 
+#include "tessera/config/settle_batch.h"
 #include "tessera/core/format.h"
 #include "tessera/nn/operators.h"
 #include "tessera/plan/dry_run.h"
@@ -67,6 +68,22 @@ TEST_F(Fit, CheapSettingsComeFirst) {
               Contains(Sets{"recompute.every=1", "recompute.budget_bytes=0"}));
   EXPECT_THAT(plan::cheaper_settings(config("llama", {"recompute.mode=full", "recompute.budget_bytes=100000"}), 1),
               Contains(Sets{"recompute.every=1", "recompute.budget_bytes=0"}));
+}
+
+/// Fewer data ranks of as many sequences each would be another step.
+TEST_F(Fit, AStepOfSoManySequencesARankIsTheSameOverFewer) {
+  Config of_each = config("llama", {"batch.global_size=0", "batch.per_rank=16", "batch.micro_size=1"});
+  settle_batch(of_each, 4);
+  const auto all = plan::cheaper_settings(of_each, 4);
+  ASSERT_THAT(all, Contains(Contains("mesh.pp=2")));
+  for (const Sets& sets : all) {
+    Sets line{"batch.global_size=0", "batch.per_rank=16", "batch.micro_size=1"};
+    line.insert(line.end(), sets.begin(), sets.end());
+    Config changed = config("llama", line);
+    settle_batch(changed, 4);
+    EXPECT_EQ(changed.batch.global_size, 64) << plan::flags_of(sets);
+  }
+  EXPECT_THAT(plan::cheaper_settings(config("llama", {"batch.global_size=64", "batch.micro_size=1"}), 4), Contains(Sets{"mesh.pp=2"}));
 }
 
 // What a router's terms are taken over, and what an asynchronous pipeline updates by, is part of what is trained.

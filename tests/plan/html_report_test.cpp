@@ -171,5 +171,22 @@ TEST_F(HtmlReport, TheTraceHoldsEveryActionOnce) {
   }
 }
 
+TEST_F(HtmlReport, UpdatesInTheMidstOfAStepAreDrawnInItsUnit) {
+  const DryRun run = run_of(config("llama", {"mesh.pp=2", "pipeline.schedule=pipedream", "optim.max_grad_norm=0"}), 2);
+  const auto drawing = drawing_of(run);
+  ASSERT_TRUE(drawing.has_value());
+  int updates = 0;
+  for (size_t rank = 0; rank < drawing->timeline.size(); ++rank) {
+    for (size_t i = 0; i < drawing->timeline[rank].size(); ++i) {
+      const auto& [kind, stage] = std::pair(drawing->schedule.actions[rank][i].kind, drawing->schedule.actions[rank][i].stage);
+      if (kind != schedules::Kind::Update) continue;
+      const auto ranks = std::ranges::find(run.ranks, static_cast<int>(rank), &RankClass::pipeline_rank);
+      EXPECT_NEAR(drawing->timeline[rank][i].end - drawing->timeline[rank][i].start, 1e3 * ranks->time.actions.at({kind, stage}).mean(), 1e-9);
+      ++updates;
+    }
+  }
+  EXPECT_EQ(updates, 2 * 7);
+}
+
 }  // namespace
 }  // namespace tessera::plan

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <limits>
 #include <set>
 #include <tuple>
 
@@ -91,6 +92,29 @@ TEST_F(SearchTest, UnevenPartsAreAmongTheLayouts) {
     }
   }
   EXPECT_THAT(found, testing::ElementsAre("cp 3", "interleaved, 3 over 2", "tp 3"));
+}
+
+/// Sizes and steps are those of the world and the batch, powers of two or not.
+TEST_F(SearchTest, WhatIsNoPowerOfTwoIsGoneThroughByItsDivisors) {
+  Config config = small();
+  config.model.layers = config.model.heads = 9;
+  std::set<int64_t> sizes;
+  for (const LayoutChoice& choice : all_choices(config, 3, machine(), {27})) sizes.insert(choice.micro_size);
+  EXPECT_THAT(sizes, testing::ElementsAre(1, 3, 9));
+  const auto whats_of = [&](const LayoutChoice& at, int world) {
+    std::vector<std::string> whats;
+    for (const Neighbour& next : neighbours_of(at, config, world, machine())) {
+      if (std::ranges::any_of(std::vector{"tp", "pp", "micro"}, [&](const char* name) { return next.what.starts_with(name); })) whats.push_back(next.what);
+    }
+    return whats;
+  };
+  EXPECT_THAT(whats_of({.batch = 27, .micro_size = 3}, 3), testing::ElementsAre("tp 3", "pp 3", "micro 9", "micro 1"));
+  EXPECT_THAT(whats_of({.tp = 3, .batch = 27}, 9), testing::ElementsAre("tp 9", "tp 1", "pp 3", "tp 1 and pp 3", "micro 3"));
+  EXPECT_THAT(whats_of({.tp = 4, .batch = 24, .micro_size = 3}, 12),
+              testing::ElementsAre("tp 6", "tp 3", "tp 2", "pp 3", "tp 2 and pp 2", "micro 4", "micro 6", "micro 2", "micro 1"))
+      << "by a prime, too, and not to the next alone";
+  EXPECT_THAT(whats_of({.tp = 2, .pp = 2, .batch = 16, .micro_size = 2}, 8),
+              testing::ElementsAre("tp 4", "tp 1", "pp 4", "pp 1", "tp 4 and pp 1", "tp 1 and pp 4", "micro 4", "micro 1"));
 }
 
 /// mesh.cp's ranks share out the state of what they compute alike (docs/sharding.md).
@@ -316,6 +340,44 @@ TEST_F(SearchTest, SaysOfASearchThatWasCutShortWhatItRanAndNoMore) {
                                       HasSubstr("(--patience)"), Not(HasSubstr("nor does it in"))));
   found.complete = found.exhausted = true, found.most_ruled_out = 2048;
   EXPECT_THAT(to_string(found), AllOf(HasSubstr("none fits in"), HasSubstr("nor does it in 2048 of these devices"), Not(HasSubstr("patience"))));
+}
+
+/// Of layouts that are as fast the search names the one whose neighbours it has run: the one that needs least.
+TEST_F(SearchTest, OfEqualsTheOneIsNamedThatItEndedAt) {
+  const Config config = small();
+  const auto at_once = [](Config&) {
+    Machine machine = SearchTest::machine();
+    constexpr double all = std::numeric_limits<double>::infinity();
+    machine.device = {.flops = {{at::kFloat, all}}, .memory_bandwidth = all, .kernel_gap = 0, .launch = 0, .collective_launch = 0};
+    machine.inside = {.bandwidth = all};
+    return machine;
+  };
+  SearchOptions options = patient();
+  options.admits = [](const LayoutChoice& choice) { return choice.tp * choice.pp == 1 && choice.recompute != "selective"; };
+  options.driven = at_once;
+  const LayoutSearch found = search_layouts(config, 4, machine(), options);
+  ASSERT_NE(found.best(), nullptr);
+  ASSERT_TRUE(found.complete);
+  for (const Tried& tried : found.ranked) {
+    EXPECT_EQ(tried.time.seconds, 0);
+    EXPECT_LE(found.best()->needed_bytes, tried.needed_bytes) << to_string(tried.choice, 4);
+  }
+  const auto neighbours = neighbours_of(found.best()->choice, config, 4, machine());
+  const auto admitted = static_cast<size_t>(std::ranges::count_if(neighbours, options.admits, &Neighbour::choice));
+  EXPECT_THAT(found.losing, SizeIs(admitted)) << to_string(found);
+}
+
+/// More ranks than the step has sequences for are no world of which anything is known.
+TEST_F(SearchTest, WorldsThatAStepDoesNotFillAreNotRuledOut) {
+  Config config = small({"model.heads=2"});
+  config.model.layers = config.batch.global_size = 1;
+  config.run.memory_limit_bytes = 4096;
+  const LayoutSearch none = search_layouts(config, 1, machine(), patient());
+  ASSERT_EQ(none.best(), nullptr);
+  EXPECT_EQ(none.most_ruled_out, 2);
+  EXPECT_EQ(none.too_many_for_a_step, 4);
+  EXPECT_THAT(to_string(none),
+              AllOf(HasSubstr("nor does it in 2 of these devices; a step has too few sequences for 4 of these devices"), HasSubstr("--batch")));
 }
 
 /// Whose choices and uneven stages weigh: formulas that miss them try what does not fit first.

@@ -213,6 +213,25 @@ TEST_F(Clock, CollectivesOfAGroupFollowEachOtherAndThoseOfTwoDoNot) {
   EXPECT_DOUBLE_EQ(time_of({starts(-1, 5), starts(-2, 5, "far"), waits(-1), waits(-2)}).step, 5) << "over other links";
 }
 
+/// As in a ring of three and more; two ranks have one communicator, whose messages follow each other.
+TEST_F(Clock, WhatGoesToOneRankAndComesFromAnotherWaitsForNeither) {
+  const auto message = [](int64_t flight, const std::string& op, int peer, const std::string& group = "cp") {
+    Event event = starts(flight, 5, group, op);
+    std::get<CollectiveEvent>(event.what).peer = peer;
+    return event;
+  };
+  EXPECT_DOUBLE_EQ(time_of({message(-1, "send", 1), message(-2, "recv", 2), waits(-1), waits(-2)}).step, 5);
+  EXPECT_DOUBLE_EQ(time_of({message(-1, "recv", 2), message(-2, "send", 1), waits(-2)}).exposed, 5);
+  EXPECT_DOUBLE_EQ(time_of({message(-1, "send", 1), message(-2, "recv", 1), waits(-1), waits(-2)}).step, 10);
+  EXPECT_DOUBLE_EQ(time_of({message(-1, "send", 1), message(-2, "send", 2), waits(-1)}).exposed, 10) << "over one link";
+  EXPECT_DOUBLE_EQ(time_of({message(-1, "send", 1), message(-2, "recv", 1, "other"), waits(-1), waits(-2)}).step, 5);
+  for (const bool first : {true, false}) {
+    Events events{message(-1, "send", 1), message(-2, "recv", 2)};
+    events.insert(first ? events.begin() : events.end(), starts(-3, 5));
+    EXPECT_DOUBLE_EQ(time_of(events).step, 10) << "of a collective each way is shared with one of them";
+  }
+}
+
 TEST_F(Clock, GroupsShareTheLinksThatBothCross) {
   for (const std::string far : {"", "far "}) {
     const auto both = [&](const Events& rest) {

@@ -245,6 +245,15 @@ class Plan(SystemTest):
         planned = self.plan(*asked, sets=[*cut["set"], "tensor.keep_gathered=false"])
         self.assertAlmostEqual(planned["time"]["seconds"] / cut["time"]["seconds"], 1, places=6)
 
+    def test_the_page_of_a_search_among_layouts_of_another_framework_draws_its_first(self):
+        slow, page = self.folder / "slow.toml", self.folder / "search.html"
+        slow.write_text((SOURCE / "tessera/plan/hardware/h100.toml").read_text().replace("gb_per_s = 50\n", "gb_per_s = 1\n"))
+        asked = ("125000000", "--world", 2, "--device", slow, "--devices-per-node", 1, "--framework", "nanotron", "--search", "--batch", 16)
+        best = json.loads(run("plan", *asked, "--json", "--report", page).stdout)["layouts"][0]
+        self.assertIn("mesh.pp=2", best["set"], "stages that the framework cuts are drawn")
+        drawn = json.loads(re.search('id="plan">(.*)</script>', page.read_text(), re.DOTALL).group(1))
+        self.assertAlmostEqual(drawn["time"]["seconds"] / best["time"]["seconds"], 1, places=9)
+
     def test_layouts_are_planned_for_the_machine_that_a_plan_is_made_for(self):
         layouts = self.folder / "layouts.jsonl"
         layouts.write_text('{"set": []}\n')
@@ -259,8 +268,8 @@ class Plan(SystemTest):
         self.assertEqual(peaks(4096, OMP_NUM_THREADS=""), peaks(4096, OMP_NUM_THREADS="1"))
 
     def test_a_search_of_a_mixture_says_which_terms_its_micro_batch_changes(self):
-        mixture = SOURCE / "recipes" / "tiny_mixtral.toml"  # which has batch.micro_size = 2 and moe.balance_loss; of 3 sequences each is one of its own
-        for given, says in ((2, True), (1, False)):
+        mixture = SOURCE / "recipes" / "tiny_mixtral.toml"  # which has batch.micro_size = 2 and moe.balance_loss; of 3 sequences all are one
+        for given, says in ((2, True), (3, False)):
             with self.subTest(given=given):
                 done = run("plan", mixture, "--device", "cpu", "--search", "--batch", 3, "--set", f"batch.micro_size={given}")
                 self.assertEqual(done.returncode, 0, done.stderr)
