@@ -29,6 +29,7 @@ void OperatorTrigger::meet(const at::Tensor& tensor, const OperandPlace& operand
   const UnitPlace* const parameter = tensors_.parameter(tensor);
   if (!storage) {
     replaced_ = replaced_ || parameter;
+    noted_ = noted_ || tensors_.was_noted(tensor);
   } else if (storage->whole) {
     note(storage->place.unit);
   } else if (parameter) {
@@ -55,7 +56,7 @@ void OperatorTrigger::scan(Arguments arguments) {
   met_.clear();
   seen_.clear();
   touched_.clear();
-  replaced_ = false;
+  replaced_ = noted_ = false;
   for_each_operand(arguments, [this](const at::Tensor& tensor, const OperandPlace& operand) { meet(tensor, operand); });
 }
 
@@ -72,15 +73,19 @@ bool OperatorTrigger::looks_alike_elsewhere(Arguments arguments) const {
   return one_rank.has_value();
 }
 
-/// Whether what stands beside the parameters has the shapes of some other rank's slices, cut as they are.
+/// Whether what stands beside the parameters has the shapes of some other rank's slices, cut as they are. Where nothing does, theirs alone may agree on such a
+/// rank, which behind eval() computes with the wholes all the same.
 bool OperatorTrigger::is_beside_rows_of_another(Arguments arguments) const {
-  if (!tensors_.are_cut()) return false;
+  const bool alone = takes_parameters_alone(arguments);
+  if (!tensors_.are_cut() || (alone && !module_.is_training())) return false;
   const int ranks = tensors_.flat(seen_.front().place).layout().ranks;
   for (int rank = 0; rank < ranks; ++rank) {
     const bool all = std::ranges::all_of(seen_, [&](const SeenSlice& seen) {
       const std::vector<int64_t> slice = tensors_.slice_of_rank(seen.place, rank);
-      return slice != tensors_.whole_sizes(seen.place) &&
-             std::ranges::all_of(tensors_beside(arguments, seen.operand), [&](const at::Tensor& other) { return other.sizes() == slice; });
+      if (alone) return slice == tensors_.slice_of_rank(seen_.front().place, rank);
+      return slice != tensors_.whole_sizes(seen.place) && std::ranges::all_of(tensors_beside(arguments, seen.operand), [&](const at::Tensor& other) {
+               return tensors_.parameter(other) || other.sizes() == slice;
+             });
     });
     if (all) return true;
   }
@@ -93,6 +98,7 @@ bool OperatorTrigger::is_beside_rows_of_another(Arguments arguments) const {
 bool OperatorTrigger::agrees_on_whole(const c10::OperatorHandle& op, Arguments arguments) const {
   const c10::FunctionSchema& schema = op.schema();
   const bool training = module_.is_training(), forward = !training || forward_goes_on();
+  if (noted_ && (training || writes(schema))) return false;  // lerp(average, parameter, a tensor of one number)
   if (!forward_goes_on() && !writes(schema) && (training || goes_by_elements(op)) && is_beside_rows_of_another(arguments)) {
     if (training) refuse_unclear(schema);
     refuse_made_by_slices(schema);
@@ -166,6 +172,7 @@ bool OperatorTrigger::follow_scalar(const c10::FunctionSchema& schema, Arguments
 void OperatorTrigger::fill_whole(const at::Tensor& filled) {
   const at::NoGradGuard no_grad;
   filled.set_(at::full(tensors_.whole_sizes(seen_.front().place), scalar_.value, filled.options()));
+  tensors_.forget_of_slices(filled);
 }
 
 bool OperatorTrigger::scalar_wants_whole(const c10::FunctionSchema& schema) const {
@@ -197,7 +204,7 @@ bool OperatorTrigger::begins_between_calls(const c10::FunctionSchema& schema, Ar
   if (std::ranges::none_of(seen_, [](const SeenSlice& seen) { return seen.tensor.requires_grad(); })) return false;
   if (use == OperatorUse::Alone && !makes_views(schema)) return true;
   if (!step_.is_open()) return false;
-  return use != OperatorUse::Alike || takes_parameters_alone(arguments) || means_whole_on_one_rank(schema);
+  return use != OperatorUse::Alike || !tensors_.are_cut() || takes_parameters_alone(arguments) || means_whole_on_one_rank(schema);
 }
 
 /// And nothing else: an optimizer takes a parameter beside its gradient or its state, not beside another one.
@@ -227,11 +234,9 @@ bool OperatorTrigger::begins_forward(const c10::OperatorHandle& op, Arguments ar
       refuse_unclear(schema);
     case OperatorUse::Clone:
       refuse_unclear(schema);
-    case OperatorUse::Alike: {
-      const bool several = takes_parameters_alone(arguments);
-      if (several && !forward) refuse_unclear(schema);
-      return several || forward_beside_alike(op, arguments);
-    }
+    case OperatorUse::Alike:
+      if (!forward && takes_parameters_alone(arguments)) refuse_unclear(schema);
+      return forward_beside_alike(op, arguments);
     case OperatorUse::Unlike:
       return agrees_on_whole(op, arguments);
     default:
@@ -263,6 +268,7 @@ bool OperatorTrigger::forward_beside_alike(const c10::OperatorHandle& op, Argume
   const c10::FunctionSchema& schema = op.schema();
   if (writes(schema)) return false;
   if (std::ranges::any_of(arguments, [this](const c10::IValue& argument) { return tensors_.is_gradient(argument); })) return false;
+  if ((in_evaluation() || !module_.is_training()) && takes_parameters_alone(arguments)) return true;
   const bool training = module_.is_training(), goes_on = forward_goes_on() && touched_.empty();
   const auto fits = [this](bool on_any_rank) { return std::ranges::all_of(seen_, [&](const SeenSlice& seen) { return slices_fit(seen, on_any_rank); }); };
   if (!goes_by_elements(op) && touched_.empty()) {
@@ -273,12 +279,12 @@ bool OperatorTrigger::forward_beside_alike(const c10::OperatorHandle& op, Argume
     return std::ranges::any_of(tensors_beside(arguments, seen.operand), [&](const at::Tensor& other) { return is_stored(seen.place, other); });
   });
   if (stored) return false;
-  if (goes_on && fits(/*on_any_rank=*/false)) return true;
+  if (goes_on && !noted_ && fits(/*on_any_rank=*/false)) return true;
   if (training) {
-    if (goes_on && fits(/*on_any_rank=*/true)) refuse_unclear(schema);  // as where it fits would be gathered for
+    if (goes_on && !noted_ && fits(/*on_any_rank=*/true)) refuse_unclear(schema);  // as where it fits would be gathered for
     return false;
   }
-  if (means_whole_on_one_rank(schema)) return true;
+  if (!noted_ && means_whole_on_one_rank(schema)) return true;
   if (tensors_.are_cut()) refuse_made_by_slices(schema);
   return false;
 }
@@ -291,8 +297,8 @@ bool OperatorTrigger::means_whole_on_one_rank(const c10::FunctionSchema& schema)
   return true;
 }
 
-void OperatorTrigger::refuse_unclear(const c10::FunctionSchema& schema) const {
-  const std::string& name = tensors_.name(seen_.front().place);
+void OperatorTrigger::refuse_unclear(const c10::FunctionSchema& schema, const UnitPlace& place) const {
+  const std::string& name = tensors_.name(place);
   require(schema.name() != "aten::clone", "fully_shard: aten::clone was given '", name,
           "', of which this rank has a slice, where no forward runs. A copy of the model (model->clone()) is made before fully_shard, or after "
           "unshard(model), which brings the slices together; a copy of this rank's slice is detach().clone(), and one of the whole, in a forward, weight * 1");
@@ -347,22 +353,41 @@ bool OperatorTrigger::means_slices(const c10::OperatorHandle& op, Arguments argu
   }
   return std::ranges::any_of(operands, [&](const Operand& operand) {
     const at::IntArrayRef sizes = tensors_.slice_sizes(operand.parameter);
-    const bool tells = writes(schema) || (by_elements && !broadcast_together(sizes, tensors_.whole_sizes(operand.parameter)));
+    const bool tells = by_elements && !broadcast_together(sizes, tensors_.whole_sizes(operand.parameter));
     return std::ranges::any_of(others_beside(operand.place), [&](const at::Tensor& other) {
-      return other.sizes() == sizes && (tells || tensors_.is_gradient(other) || tensors_.find_slice(other) || is_stored(operand.parameter, other));
+      if (other.sizes() != sizes) return false;
+      if (writes(schema) || tensors_.was_noted(other) || tensors_.is_gradient(other)) return true;
+      if (tells && tensors_.is_on_one_rank(operand.parameter)) refuse_unclear(schema, operand.parameter);  // that rank would stay
+      return tells;
     });
   });
 }
 
-/// An optimizer came after a forward whose backward has not come: what it was given while parameters were whole becomes slices.
-void OperatorTrigger::leave_forward(torch::jit::Stack& stack, size_t first) {
-  std::vector<std::pair<OperandPlace, UnitPlace>> aliases;
-  for_each_operand(Arguments(stack.data() + first, stack.size() - first), [&](const at::Tensor& tensor, const OperandPlace& operand) {
-    if (tensors_.parameter(tensor)) return;
-    if (const auto place = tensors_.find_whole(tensor)) aliases.emplace_back(operand, *place);
+/// Whether an operator within a forward takes a parameter beside what follows those that are kept, and writes nothing.
+bool OperatorTrigger::takes_stored(const c10::FunctionSchema& schema, Arguments arguments) const {
+  if (tensors_.are_cut() || writes(schema) || replaces(schema.name()) || is_forward(schema.name())) return false;
+  bool stored = false;
+  for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& operand) {
+    const auto whole = tensors_.find_whole(tensor);
+    stored = stored || (whole && std::ranges::any_of(tensors_beside(arguments, operand),
+                                                     [&](const at::Tensor& other) { return other.sizes() == tensor.sizes() && is_stored(*whole, other); }));
   });
-  step_.leave();
-  for (const auto& [operand, place] : aliases) {
+  return stored;
+}
+
+/// Where an operator is given wholes: as aliases, and as `parameters` themselves.
+std::vector<std::pair<OperandPlace, UnitPlace>> OperatorTrigger::wholes_among(Arguments arguments, bool parameters) const {
+  std::vector<std::pair<OperandPlace, UnitPlace>> places;
+  for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& operand) {
+    if (!parameters && tensors_.parameter(tensor)) return;
+    if (const auto place = tensors_.find_whole(tensor)) places.emplace_back(operand, *place);
+  });
+  return places;
+}
+
+/// Puts slices in the place of those.
+void OperatorTrigger::give_slices(torch::jit::Stack& stack, size_t first, const std::vector<std::pair<OperandPlace, UnitPlace>>& places) const {
+  for (const auto& [operand, place] : places) {
     const at::Tensor slice = units_.flats(place.unit)[place.flat].slice_view(place.index);
     c10::IValue& value = stack[first + operand.argument];
     if (!operand.item) {
@@ -373,6 +398,39 @@ void OperatorTrigger::leave_forward(torch::jit::Stack& stack, size_t first) {
       value = list;
     }
   }
+}
+
+/// An optimizer came after a forward whose backward has not come: what it was given while parameters were whole becomes slices.
+void OperatorTrigger::leave_forward(torch::jit::Stack& stack, size_t first) {
+  const auto aliases = wholes_among(Arguments(stack.data() + first, stack.size() - first), /*parameters=*/false);
+  step_.leave();
+  give_slices(stack, first, aliases);
+}
+
+/// What the operator at hand, which is given slices, makes of them has this rank's rows, where it has their shape. What it writes had them before or has not: a
+/// program may lay slices into a tensor of the whole.
+void OperatorTrigger::expect_slices(const c10::OperatorHandle& op, Arguments arguments) {
+  if (!tensors_.are_cut() || !keeps_rows(op)) return;
+  const c10::FunctionSchema& schema = op.schema();
+  const bool in_place = writes(schema);
+  for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& operand) {
+    if (in_place) {
+      if (writes(schema, operand.argument) && tensors_.was_noted(tensor)) written_.push_back(tensor);
+    } else if (tensors_.is_of_slices(tensor)) {
+      of_.emplace_back(tensor.sizes());
+    }
+  });
+}
+
+void OperatorTrigger::after(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  for (const at::Tensor& written : written_) tensors_.note_written(written);
+  written_.clear();
+  if (of_.empty()) return;
+  const size_t count = op.schema().returns().size();
+  for_each_operand(Arguments(stack.data() + stack.size() - count, count), [this](const at::Tensor& made, const OperandPlace&) {
+    if (std::ranges::any_of(of_, [&](const c10::DimVector& sizes) { return made.sizes() == sizes; })) tensors_.note_of_slices(made);
+  });
+  of_.clear();
 }
 
 /// libtorch would say that two dtypes differ, and not which of them is ours.
@@ -427,7 +485,8 @@ bool OperatorTrigger::writes_slices(const c10::FunctionSchema& schema) const {
 /// Whether no step runs, and every rank can tell that its operator was given slices.
 bool OperatorTrigger::means_slices_between_steps(OperatorUse use) const {
   // A rank that has all rows of a parameter cannot tell whether it was read as a slice: so no rank lets go for that.
-  const bool alike = use == OperatorUse::Alike && std::ranges::all_of(seen_, [this](const SeenSlice& seen) { return tensors_.is_on_one_rank(seen.place); });
+  const bool alike = use == OperatorUse::Alike &&
+                     std::ranges::all_of(seen_, [this](const SeenSlice& seen) { return !tensors_.are_cut() || tensors_.is_on_one_rank(seen.place); });
   // Nor for a line of one rank's log where all units wait for backward, but for a write.
   const bool awaits_backward = units_.are_together() && step_.is_open();
   return !step_.running() && !in_call() && !alike && !awaits_backward;
@@ -443,6 +502,9 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size(), first = stack.size() - count;
   const Arguments arguments(stack.data() + first, count);
+  of_.clear();
+  written_.clear();
+  if (!backward && tensors_.are_cut() && std::exchange(gradients_of_, step_.pass()) != step_.pass()) tensors_.note_gradients();
   if (!backward) guards_.before(schema, arguments, in_call());
   scan(arguments);
   if (replaced_ && !backward && !replaces(schema.name())) {  // what is put there now may be what a refusal asked for
@@ -456,6 +518,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   }
   if (met_.empty() && seen_.empty() && touched_.empty()) {
     follow_scalar(schema, arguments);
+    if (noted_ && !backward) expect_slices(op, arguments);
     return;
   }
   require(schema.name() != "aten::embedding_renorm_",
@@ -470,7 +533,11 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   guards_.refuse_rows_of_other_wrappers(schema, arguments);
   if (!touched_.empty() && !in_call()) guards_.refuse_layers_over_slices(schema, arguments, touched_);
   scalar_.is_applied = follow_scalar(schema, arguments);
+  const auto refuse_rows = [&](bool given_whole) {
+    if ((noted_ || !touched_.empty()) && !scalar_.is_applied) guards_.refuse_rows_beside_wholes(schema, arguments, given_whole);
+  };
   if (!seen_.empty() && wants_whole(op, arguments, use)) {
+    refuse_rows(/*given_whole=*/true);
     if (scalar_.is_applied) fill_whole(arguments[0].toTensor());
     begin_forward(stack, first);
   } else if (!seen_.empty() || !touched_.empty()) {
@@ -487,11 +554,18 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
       evaluating_ = evaluating_ && use == OperatorUse::Slice && !writes(schema);  // a forward makes handles, too
     }
     if (in_own_loop() && (use == OperatorUse::Slice || use == OperatorUse::Shape)) step_.leave();
+    refuse_rows(/*given_whole=*/false);
+    if (met_.empty()) expect_slices(op, arguments);
+  } else if (in_own_loop() && !at::GradMode::is_enabled() && takes_stored(schema, arguments)) {
+    return give_slices(stack, first, wholes_among(arguments, /*parameters=*/true));
   } else if (in_own_loop() && !at::GradMode::is_enabled() && means_slices(op, arguments)) {
     note_updates(schema, arguments);
     guards_.refuse_whole_values(schema, arguments, in_call());
     guards_.refuse_lost_writes(schema, arguments, /*may_end=*/true);
-    return leave_forward(stack, first);
+    leave_forward(stack, first);
+    return expect_slices(op, Arguments(stack.data() + first, count));
+  } else {
+    refuse_rows(/*given_whole=*/false);
   }
   guards_.refuse_whole_values(schema, arguments, in_call());
   if (!met_.empty()) guards_.refuse_lost_writes(schema, arguments, /*may_end=*/false);

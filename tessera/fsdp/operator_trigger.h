@@ -4,8 +4,10 @@
 #include <memory>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include <c10/util/DimVector.h>
 #include <torch/nn/module.h>
 
 #include "tessera/fsdp/operator_use.h"
@@ -32,6 +34,9 @@ namespace tessera {
 /// Beside a tensor of the slice's shape, without gradients, a parameter may be meant either way. What goes by elements is this rank's rows, but where a forward
 /// is under way and the two shapes broadcast, which then is of the whole. What does not (cdist, inner) no optimizer does.
 ///
+/// What was made of slices (an update, an average, an anchor) is known by that, on every rank alike, and not by its shape: beside it a parameter is this rank's
+/// rows where an optimizer may be, and is refused where it is whole.
+///
 /// What is meant for the whole and given a slice all the same is refused (slice_guards.h).
 ///
 /// Beside calls that trigger (Role::Fallback) it does the same for what calls do not show: a module that is called by ->forward(), a weight that another module
@@ -43,6 +48,7 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   OperatorTrigger(torch::nn::Module& module, ShardedUnits& units, ShardedStep& step, Role role, std::optional<at::ScalarType> one_dtype);
 
   void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) override;
+  void after(const c10::OperatorHandle& op, const torch::jit::Stack& stack) override;
 
   /// Beside calls: how many are under way.
   void follow_calls(std::shared_ptr<const int> depth) { depth_ = std::move(depth); }
@@ -79,7 +85,8 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   bool means_whole_on_one_rank(const c10::FunctionSchema& schema) const;
   bool looks_alike_elsewhere(Arguments arguments) const;
   bool agrees_on_whole(const c10::OperatorHandle& op, Arguments arguments) const;
-  [[noreturn]] void refuse_unclear(const c10::FunctionSchema& schema) const;
+  [[noreturn]] void refuse_unclear(const c10::FunctionSchema& schema) const { refuse_unclear(schema, seen_.front().place); }
+  [[noreturn]] void refuse_unclear(const c10::FunctionSchema& schema, const UnitPlace& place) const;
   [[noreturn]] void refuse_made_by_slices(const c10::FunctionSchema& schema) const;
   bool means_slices(const c10::OperatorHandle& op, Arguments arguments) const;
   bool writes_slices(const c10::FunctionSchema& schema) const;
@@ -88,6 +95,10 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   bool was_updated(const at::Tensor& parameter) const;
   bool means_slices_between_steps(OperatorUse use) const;
   void leave_forward(torch::jit::Stack& stack, size_t first);
+  bool takes_stored(const c10::FunctionSchema& schema, Arguments arguments) const;
+  std::vector<std::pair<OperandPlace, UnitPlace>> wholes_among(Arguments arguments, bool parameters) const;
+  void give_slices(torch::jit::Stack& stack, size_t first, const std::vector<std::pair<OperandPlace, UnitPlace>>& places) const;
+  void expect_slices(const c10::OperatorHandle& op, Arguments arguments);
   void check_dtypes(const c10::FunctionSchema& schema, Arguments arguments) const;
   void begin_forward(torch::jit::Stack& stack, size_t first);
   c10::IValue with_wholes(const c10::IValue& value) const;
@@ -114,13 +125,17 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   std::vector<size_t> met_;          ///< units among the arguments of the operator at hand
   std::vector<SeenSlice> seen_;      ///< and parameters that show slices
   std::vector<at::Tensor> touched_;  ///< and memory of slices by another name
+  bool noted_ = false;               ///< and what was made of slices
+  std::vector<c10::DimVector> of_;   ///< what it makes is of slices, where it has one of these shapes
+  std::vector<at::Tensor> written_;  ///< and these stay so
   ScalarOperator scalar_;
   bool replaced_ = false;               ///< and a parameter in whose place the program has put another tensor
   bool evaluating_ = false;             ///< units may be held that no step knows of
   bool evaluates_in_training_ = false;  ///< the module's mode when that began
   size_t last_;                         ///< unit met last; size() before the first
   int64_t pass_ = -1;
-  int backward_pass_ = -1;  ///< of which an operator was seen last
+  int backward_pass_ = -1;     ///< of which an operator was seen last
+  int64_t gradients_of_ = -1;  ///< the pass behind which gradients were looked for last
 };
 
 }  // namespace tessera

@@ -244,6 +244,12 @@ bool goes_by_elements(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::pointwise) || by_elements().contains(name) || name.starts_with("aten::_foreach_");
 }
 
+bool keeps_rows(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  static const Names copying{"aten::clone", "aten::_to_copy", "aten::copy_", "aten::zero_"};
+  return goes_by_elements(op) || makes_views(op.schema()) || shapes().contains(name) || copying.contains(name);
+}
+
 bool broadcast_together(at::IntArrayRef a, at::IntArrayRef b) { return at::is_expandable_to(a, b) || at::is_expandable_to(b, a); }
 
 bool writes(const c10::FunctionSchema& schema, size_t argument) {

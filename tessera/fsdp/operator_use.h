@@ -44,7 +44,10 @@ bool is_forward(const std::string& name);
 /// Whether it computes element by element, as optimizers and averages do, so that all that it takes has one shape, or shapes that broadcast; a reduction may
 /// follow (losses).
 bool goes_by_elements(const c10::OperatorHandle& op);
-/// What such an operator may take beside each other.
+/// Whether what it makes, where it is as large as what it is given, has a value for each element of that: by elements, a copy, a view, zeros like it.
+bool keeps_rows(const c10::OperatorHandle& op);
+
+/// What an operator that goes by elements may take beside each other.
 bool broadcast_together(at::IntArrayRef a, at::IntArrayRef b);
 
 /// Whether the operator writes its argument `argument`, or any.

@@ -254,6 +254,25 @@ void SliceGuards::refuse_lost_writes(const c10::FunctionSchema& schema, Argument
   });
 }
 
+/// A whole beside what has this rank's rows, which libtorch would stretch where they are one, and where there are none would take the whole for nothing. It
+/// goes by what each was made of, which is alike on every rank: one that has all rows sees two of one shape.
+void SliceGuards::refuse_rows_beside_wholes(const c10::FunctionSchema& schema, Arguments arguments, bool given_whole) const {
+  if (!tensors_.are_cut()) return;
+  for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& operand) {
+    const UnitPlace* const parameter = given_whole ? tensors_.parameter(tensor) : nullptr;
+    const std::optional<UnitPlace> place = parameter ? std::optional(*parameter) : tensors_.find_in_wholes(tensor);
+    if (!place || operator_use(schema, arguments, operand, tensor) == OperatorUse::Slice) return;
+    for (const at::Tensor& other : tensors_beside(arguments, operand)) {
+      require(
+          !tensors_.is_of_slices(other) || tensors_.parameter(other), "fully_shard: ", schema.name(), " was given '", tensors_.name(*place),
+          "', all of it, beside a tensor that was made of this rank's slices: of a gradient or a detach(), or like a parameter (zeros_like) outside of a "
+          "forward. For this rank's rows give it the parameter's detach(), behind the backward pass. In a forward let the first operator be a layer's, with "
+          "the module's input, make the other like the parameter behind that, and take what a penalty holds the parameter to (an anchor) of the module "
+          "before fully_shard");
+    }
+  });
+}
+
 /// Of one that writes nothing, beside a whole parameter of which some rank's slice fits the whole as well (one row): what has the shape of any rank's slice may
 /// be meant for either there, where the parameter has a gradient, with which an optimizer may come. Whether it is refused goes by the shapes of all ranks'
 /// slices, not by what fits here, so that ranks with rows of their own number each refuse their slice.
@@ -267,9 +286,9 @@ void SliceGuards::refuse_fitting_both(const c10::FunctionSchema& schema, const U
   if (fits == slices.end()) return;
   for (const at::Tensor& other : others) {
     if (!may_step && broadcast_together(other.sizes(), whole)) continue;
-    require(tensors_.is_gradient(other) || std::ranges::find(slices, other.sizes().vec()) == slices.end(), "fully_shard: within a forward, without gradients, ",
-            schema.name(), " was given '", tensors_.name(place), "' of shape ", at::IntArrayRef(whole), " beside a tensor of shape ", other.sizes(),
-            ", which is that of one rank's slice, too, and a slice of shape ", at::IntArrayRef(*fits),
+    require(tensors_.is_gradient(other) || tensors_.is_of_slices(other) || std::ranges::find(slices, other.sizes().vec()) == slices.end(),
+            "fully_shard: within a forward, without gradients, ", schema.name(), " was given '", tensors_.name(place), "' of shape ", at::IntArrayRef(whole),
+            " beside a tensor of shape ", other.sizes(), ", which is that of one rank's slice, too, and a slice of shape ", at::IntArrayRef(*fits),
             " fits the whole as well: nobody can tell which of the two is meant. For the whole, give the tensor the whole's shape "
             "(other.expand(weight.sizes())), or call zero_grad() before; for slices, compute behind the backward pass, or outside of a forward");
   }

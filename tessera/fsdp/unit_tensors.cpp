@@ -3,6 +3,15 @@
 #include <algorithm>
 
 namespace tessera {
+namespace {
+
+/// Tensors of an inference mode have none.
+uint32_t version_of(const at::Tensor& tensor) {
+  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  return counter.enabled() ? counter.current_version() : 0;
+}
+
+}  // namespace
 
 UnitTensors::UnitTensors(const ShardedUnits& units) : units_(units) {
   find_storages();
@@ -62,9 +71,10 @@ std::optional<UnitPlace> UnitTensors::find_in_wholes(const at::Tensor& tensor) c
   const Storage* const storage = storage_of(tensor);
   if (!storage || !storage->whole) return std::nullopt;
   const std::vector<UnitLayout::Entry>& entries = flat(storage->place).layout().parameters;
-  const auto behind = std::ranges::find_if(entries, [&](const auto& entry) { return tensor.storage_offset() < entry.offset + entry.numel; });
-  if (behind == entries.end()) return std::nullopt;
-  return UnitPlace{storage->place.unit, storage->place.flat, static_cast<size_t>(behind - entries.begin())};
+  const auto around =
+      std::ranges::find_if(entries, [at = tensor.storage_offset()](const auto& entry) { return entry.offset <= at && at < entry.offset + entry.numel; });
+  if (around == entries.end()) return std::nullopt;
+  return UnitPlace{storage->place.unit, storage->place.flat, static_cast<size_t>(around - entries.begin())};
 }
 
 std::optional<UnitPlace> UnitTensors::find_memory(const at::Tensor& tensor) const {
@@ -90,6 +100,37 @@ bool UnitTensors::is_gradient(const c10::IValue& value) const {
   if (!value.isTensorList()) return false;
   const std::vector<at::Tensor> list = value.toTensorVector();
   return std::ranges::any_of(list, is);
+}
+
+void UnitTensors::note(const at::Tensor& tensor, std::optional<uint32_t> version) {
+  if (!tensor.defined() || storage_of(tensor)) return;
+  if (of_slices_.size() >= many_) {
+    std::erase_if(of_slices_, [](const auto& item) { return item.second.tensor.expired(); });
+    many_ = std::max<size_t>(64, 2 * of_slices_.size());
+  }
+  of_slices_.insert_or_assign(tensor.unsafeGetTensorImpl(), Noted{Weak(tensor.getIntrusivePtr()), version});
+}
+
+void UnitTensors::note_of_slices(const at::Tensor& tensor) { note(tensor, version_of(tensor)); }
+
+void UnitTensors::note_written(const at::Tensor& tensor) {
+  const auto found = of_slices_.find(tensor.unsafeGetTensorImpl());
+  if (found != of_slices_.end() && found->second.version) found->second.version = version_of(tensor);
+}
+
+void UnitTensors::note_gradients() {
+  for (const auto& item : parameters_) note(item.first->grad(), std::nullopt);
+}
+
+bool UnitTensors::was_noted(const at::Tensor& tensor) const {
+  if (of_slices_.empty()) return false;
+  const auto found = of_slices_.find(tensor.unsafeGetTensorImpl());
+  return found != of_slices_.end() && (!found->second.version || *found->second.version == version_of(tensor));
+}
+
+bool UnitTensors::is_of_slices(const at::Tensor& tensor) const {
+  const Storage* const storage = storage_of(tensor);
+  return storage ? !storage->whole : was_noted(tensor);
 }
 
 std::vector<int64_t> UnitTensors::slice_of_rank(const UnitPlace& place, int rank) const {

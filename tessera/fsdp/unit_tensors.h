@@ -44,6 +44,18 @@ class UnitTensors {
   /// Whether it is the gradient of a parameter, or a view of one, or a list with one.
   bool is_gradient(const c10::IValue& value) const;
 
+  /// Takes down that `tensor`, of its own memory, has this rank's rows: what was made of slices (a copy, an update, an optimizer's state), which no shape
+  /// tells.
+  void note_of_slices(const at::Tensor& tensor);
+  void note_written(const at::Tensor& tensor);  ///< and is so still
+  void forget_of_slices(const at::Tensor& tensor) { of_slices_.erase(tensor.unsafeGetTensorImpl()); }
+  /// The same of all gradients that there are, which a pass has left.
+  void note_gradients();
+  /// Whether that was taken down of it, and nobody has written it since: a collective may have brought together what ranks had.
+  bool was_noted(const at::Tensor& tensor) const;
+  /// Or it lies in a slice.
+  bool is_of_slices(const at::Tensor& tensor) const;
+
   bool are_cut() const { return units_.are_cut(); }
   const FlatParameters& flat(const UnitPlace& place) const { return units_.flats(place.unit)[place.flat]; }
   const nn::NamedParameter& named(const UnitPlace& place) const { return flat(place).parameters()[place.index]; }
@@ -62,12 +74,22 @@ class UnitTensors {
   bool same_rows(const UnitPlace& a, const UnitPlace& b) const { return tessera::same_rows(flat(a).layout(), a.index, flat(b).layout(), b.index); }
 
  private:
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  struct Noted {
+    Weak tensor;
+    std::optional<uint32_t> version;  ///< of a gradient none: clipping writes it, and leaves it what it is
+  };
+
   void find_storages();
+  void note(const at::Tensor& tensor, std::optional<uint32_t> version);
 
   const ShardedUnits& units_;
   std::unordered_map<const c10::StorageImpl*, Storage> storages_;
   int64_t storages_of_ = 0;  ///< ShardedUnits::times_taken_in
   Parameters parameters_;
+  /// While it is known no other tensor has its address.
+  std::unordered_map<const c10::TensorImpl*, Noted> of_slices_;
+  size_t many_ = 64;  ///< of them: then those that are gone are forgotten
 };
 
 }  // namespace tessera

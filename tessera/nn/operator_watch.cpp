@@ -51,11 +51,16 @@ void watch_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
     }
   }
   if (sleepers || count == 0) forget_sleepers();
+  bool is_done = false;
+  for (size_t i = 0; i < entries().size() && !is_done; ++i) {
+    const std::shared_ptr<OperatorWatch::Entry> entry = entries()[i];
+    is_done = entry->awake && entry->watcher->instead(op, *stack);
+  }
+  if (!is_done) op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kWatchKey), stack);
   for (size_t i = 0; i < entries().size(); ++i) {
     const std::shared_ptr<OperatorWatch::Entry> entry = entries()[i];
-    if (entry->awake && entry->watcher->instead(op, *stack)) return;
+    if (entry->awake) entry->watcher->after(op, *stack);
   }
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kWatchKey), stack);
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&watch_operator>()); }

@@ -22,6 +22,9 @@ class OperatorWatcher {
   /// who does is the only one.
   virtual bool instead(const c10::OperatorHandle& op, torch::jit::Stack& stack) { return false; }
 
+  /// The results lie on top of `stack`, where the operator has not thrown.
+  virtual void after(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {}
+
   /// Whether it has nothing to see any more; asked by watch_until_done.
   virtual bool done() const { return false; }
 };
