@@ -143,10 +143,9 @@ class Agent {
     exchanges_ = seen.exchanges;
     silence_.restart();
     view_ = std::move(seen.view);
-    if (self_.job.empty()) self_.job = view_->round.job;
+    take_note(self_, view_->round);
     self_.node = rendezvous_->node();
     self_.unchanged_s = view_->unchanged_s;
-    self_.took_part = self_.took_part || view_->round.phase != Phase::Finished;
     rendezvous_->note(view_->round);
     say_news();
   }
@@ -266,14 +265,14 @@ class Agent {
 
   void start() {
     const Round& round = view_->round;
-    record_folder_ = options_.record_folder.empty() ? "" : detail::concat(options_.record_folder, "/attempt_", round.number - 1, "/record");
+    record_folder_ = options_.record_folder.empty() ? "" : detail::concat(options_.record_folder, "/attempt_", folder_number(round), "/record");
     const auto plans = plan_workers(options_.job, round, self_.node.id, record_folder_);
     if (record_folder_.empty() && plans.front().variables.contains("TESSERA_RECORD_DIR")) record_folder_ = plans.front().variables.at("TESSERA_RECORD_DIR");
     std::vector<int> ranks;
     for (const auto& plan : plans) ranks.push_back(plan.rank);
     comm::FlightRecord::remove_files(record_folder_, ranks, place_of(round, self_.node.id)->world_size);
     watch_.reset();
-    self_.record = {.beat = 0, .round = round.number, .running = true};
+    self_.record = {.beat = 0, .round = round.number, .running = true, .attempts_before = self_.record.attempts_before};
     try {
       watch_ = std::make_unique<Watch>(plans);
     } catch (const ConfigError& error) {
@@ -295,12 +294,15 @@ class Agent {
   }
 
   void forget_job() {
-    if (options_.talkative) log().warn("the job that this node was of is gone, and another one has begun at {}: its ranks start with that one", rules_.place);
+    const bool began = self_.began;
     watch_.reset();
     self_ = in_another_job(self_, view_->round);
-    waited_.restart();
+    if (began) {
+      if (options_.talkative) log().warn("the job that this node was of is gone, and another one has begun at {}: its ranks start with that one", rules_.place);
+      waited_.restart();
+      told_who_is_missing_ = told_who_has_the_places_ = false;
+    }
     told_number_ = 0;
-    told_who_is_missing_ = told_who_has_the_places_ = false;
     wake_.ring();
   }
 

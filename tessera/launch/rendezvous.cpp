@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <map>
 #include <random>
 #include <set>
 #include <thread>
@@ -89,6 +90,7 @@ void Rendezvous::note(const Round& round) {
 Rendezvous::Known Rendezvous::begin_attempt() {
   const std::lock_guard lock(mutex_);
   ++known_.attempt;
+  if (!known_.lost_at) known_.lost_at = std::chrono::steady_clock::now();
   return known_;
 }
 
@@ -105,13 +107,19 @@ std::unique_ptr<Board> Rendezvous::connect() {
   if (alone_) return board_on(alone_, initial);
   const Known known = begin_attempt();
   const bool again = known.met && (known.job.phase == Phase::Running || known.job.phase == Phase::Stopping);  // otherwise nothing is lost by beginning anew
-  Store store = again ? meet_again(known) : first_meeting(known);
+  Store store = again ? meet_again(known) : Store{};
+  const bool anew = !store;
+  if (anew) store = first_meeting(known);
   require_own_job(*store);
   const std::string server = store->get_to_str(key("server"));
+  const bool of_another_job = anew && known.met && server != known.server;
   commit(known, [&] {
     known_.met = true;
     known_.server = server;
+    known_.lost_at.reset();
+    if (of_another_job) known_.job = {};
   });
+  if (of_another_job && spare_) spare_->clone()->set(key("followed/" + known.job.job), "");
   return board_on(std::move(store), initial);
 }
 
@@ -161,56 +169,85 @@ Rendezvous::Store Rendezvous::first_meeting(const Known& known) {
   if (!probe.problem.empty()) throw CommError(probe.problem);
   Store store = comm::join_store(endpoint, patience);
   commit(known, [&] {
+    known_.place = endpoint;
     if (node_.address.empty()) node_.address = probe.local_address;
   });
   return store;
 }
 
-Rendezvous::Store Rendezvous::meet_again(const Known& known) {
+Rendezvous::Store Rendezvous::meet_at_old_place(const Known& known, OldPlace& found) const {
   const comm::Probe probe = comm::probe(known.place, patience);
-  bool proven = probe.refused;
-  Store other;
-  if (probe.problem.empty()) {
-    try {
-      Store store = comm::join_store(known.place, patience);
-      if (store->check({key("server")}) && store->get_to_str(key("server")) == known.server) return store;
-      proven = true;  // another agent's, or another program's
-      other = store;
-      if (!outlives(known.job, known.server, options_.rules) && id_there(*other) == options_.run_id) return other;
-    } catch (const std::exception&) {  // its process is stopped, or another one has the port
-    }
+  found = probe.refused ? OldPlace::Nobody : OldPlace::Silent;
+  if (!probe.problem.empty()) return {};
+  try {
+    Store store = comm::join_store(known.place, patience);
+    if (store->check({key("server")}) && store->get_to_str(key("server")) == known.server) return store;
+    found = OldPlace::Stranger;
+    if (id_there(*store) == options_.run_id) found = OldPlace::NewJob;
+  } catch (const std::exception&) {  // its process is stopped, or another one has the port
   }
-  return meet_at_spare(known, proven, other);
+  return {};
 }
 
-Rendezvous::Store Rendezvous::meet_at_spare(const Known& known, bool proven, const Store& other) {
-  const auto end = known.job.nodes.end();
-  const auto self = known.server == node_.id ? end : std::ranges::find(known.job.nodes, node_.id, &Node::id);
-  std::vector<Node> before(known.job.nodes.begin(), self);
-  std::erase_if(before, [&](const Node& node) { return node.id == known.server; });
-  // All at once: whoever walks for longer from one dead host to the next comes too late.
-  const auto probes = probe_spares(before, patience);
-  for (size_t i = 0; i < before.size(); ++i) {
-    const Node& node = before[i];
-    const comm::Endpoint spare{node.address, node.spare_port};
-    Store store;
-    try {
-      if (probes[i].problem.empty()) store = comm::join_store(spare, patience);
-    } catch (const std::exception&) {
+Spare Rendezvous::state_of(c10d::Store& spare, const Known& known) const {
+  if (spare.check({key("round")})) return Spare::Serves;
+  return spare.check({key("followed/" + known.job.job)}) ? Spare::Followed : Spare::Undecided;
+}
+
+Rendezvous::Store Rendezvous::meet_again(const Known& known) {
+  Loss loss{.seen = known.job, .server = known.server, .self = node_.id};
+  if (Store store = meet_at_old_place(known, loss.old_place)) return store;
+
+  std::map<std::string, comm::Endpoint> places;
+  std::map<std::string, Store> stores;
+  const auto look_at = [&](std::vector<Node> nodes, bool until_one_answers) {
+    std::erase_if(nodes, [&](const Node& node) { return node.id == known.server || node.id == node_.id; });
+    // All at once: whoever walks for longer from one dead host to the next comes too late.
+    const auto probes = probe_spares(nodes, patience);
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      const Node& node = nodes[i];
+      loss.spares[node.id] = probes[i].refused ? Spare::Refused : Spare::Silent;
+      if (!probes[i].problem.empty()) continue;
+      try {
+        const Store store = comm::join_store({node.address, node.spare_port}, patience);
+        if (until_one_answers) store->set(key("came/" + node_.id), "");
+        loss.spares[node.id] = state_of(*store, known);
+        places[node.id] = {node.address, node.spare_port};
+        stores[node.id] = store;
+        if (until_one_answers) return;
+      } catch (const std::exception&) {  // its process is stopped, or ends
+      }
     }
-    if (!store) {
-      proven = proven && probes[i].refused;  // it may have taken over where we do not reach it
-      continue;
-    }
-    store->set(key("came/" + node_.id), "");
-    if (!store->check({key("round")})) throw CommError(detail::concat("node ", node.id, " has not taken over"));
-    commit(known, [&] { known_.place = spare; });
-    bring_up_to_date(*store, known);
-    return store;
+  };
+  const auto& nodes = known.job.nodes;
+  const auto self = known.server == node_.id ? nodes.end() : std::ranges::find(nodes, node_.id, &Node::id);
+  look_at({nodes.begin(), self}, true);
+  const bool leads = stores.empty() && self != nodes.end();
+  if (leads && loss.old_place == OldPlace::NewJob) {
+    std::vector<Node> rest(self, nodes.end());
+    rest.insert(rest.end(), known.job.waiting.begin(), known.job.waiting.end());
+    look_at(rest, false);
   }
-  if (self != end) return take_over(known, proven);
-  if (other) return other;
-  throw CommError("this node is no member, and no other one is left");
+  if (leads && spare_) {
+    const Store own = spare_->clone();
+    for (const Node& node : nodes) loss.came += node.id != node_.id && own->check({key("came/" + node.id)});
+  }
+  loss.lasts_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - known.lost_at.value()).count();
+
+  const WayBack way = way_back(loss, options_.rules);
+  switch (way.to) {
+    case WayBack::To::TakeOver:
+      return take_over(known, way.quorum);
+    case WayBack::To::Join:
+      commit(known, [&] { known_.place = places[way.node]; });
+      bring_up_to_date(*stores[way.node], known);
+      return stores[way.node];
+    case WayBack::To::Follow:
+      return {};
+    case WayBack::To::Nowhere:
+      break;
+  }
+  throw CommError(way.problem);
 }
 
 // Before anything else of this node is to be read there, whose workers may be of a round that the store does not know.
@@ -224,22 +261,15 @@ void Rendezvous::bring_up_to_date(c10d::Store& store, const Known& known) const 
   }
 }
 
-Rendezvous::Store Rendezvous::take_over(const Known& known, bool proven) {
-  const Round& job = known.job;
+Rendezvous::Store Rendezvous::take_over(const Known& known, int quorum) {
   if (!spare_) throw CommError("the node that served the rendezvous is gone, and a job of one node has no other");
   Store store = spare_->clone();
-  const auto came = 1 + std::ranges::count_if(job.nodes, [&](const Node& node) { return node.id != node_.id && store->check({key("came/" + node.id)}); });
-  const auto all = static_cast<int64_t>(job.nodes.size());
-  if (!proven && (2 * came <= all || came < options_.rules.min_nodes)) {
-    throw CommError(detail::concat("its host does not answer, and ", came, " of ", all, " nodes cannot tell whether the others go on without them"));
-  }
-  const int quorum = proven ? 0 : static_cast<int>(all / 2 + 1);  // those who came may have gone back
   commit(known, [&] {
     spare_serves_ = true;
     known_.place = {node_.address, node_.spare_port};
   });
   say_that_we_serve(*store);
-  store->compareSet(key("round"), "", write_round(taken_over(job, known.server, quorum)));
+  store->compareSet(key("round"), "", write_round(taken_over(known.job, known.server, quorum)));
   return store;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -37,7 +38,8 @@ struct RendezvousOptions {
 /// cut link, behind which the others may go on; in that case the rest only tries to come back.
 ///
 /// Another store at the old place, of a job that begins there, proves that the old one is gone as well. Where too few nodes are left for the job to go on
-/// elsewhere, and the other one has its --rdzv-id, they are of that one from then on, and so is a node that only waited and finds no member.
+/// elsewhere, and the other one has its --rdzv-id, they are of that one from then on, and so is a node that only waited and finds no member. Who goes to
+/// another job leaves word in its spare store, or those who come there would wait for it.
 class Rendezvous {
  public:
   explicit Rendezvous(RendezvousOptions options);
@@ -64,6 +66,7 @@ class Rendezvous {
     comm::Endpoint place{};
     std::string server{};
     Round job{};
+    std::optional<std::chrono::steady_clock::time_point> lost_at{};
   };
   Known begin_attempt();
   /// Changes what is known, unless a later attempt has begun.
@@ -71,10 +74,12 @@ class Rendezvous {
   void commit(const Known& known, Change&& change);
 
   Store first_meeting(const Known& known);
+  /// Nothing where the node is to begin anew.
   Store meet_again(const Known& known);
-  /// `other`: what is at the old place in its stead, for a node that is no member and finds none.
-  Store meet_at_spare(const Known& known, bool proven, const Store& other);
-  Store take_over(const Known& known, bool proven);
+  /// Null: who is there is no longer that of the job.
+  Store meet_at_old_place(const Known& known, OldPlace& found) const;
+  Store take_over(const Known& known, int quorum);
+  Spare state_of(c10d::Store& spare, const Known& known) const;
   void bring_up_to_date(c10d::Store& store, const Known& known) const;
   void say_that_we_serve(c10d::Store& store) const;
   /// The --rdzv-id of the agent that serves `store`. Throws CommError where none does.

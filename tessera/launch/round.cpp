@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <ranges>
+#include <set>
 
 #include <fmt/ranges.h>
 #include <signal.h>
@@ -15,7 +16,8 @@
 // A number belongs to one round alone, or workers of two rounds would meet in one. Where the store is lost, whoever takes over may have seen less than others,
 // some of whose workers run already; so these put in what they have seen when they come (caught_up), and the next number is above all of them.
 // An endpoint may come to another job, which counts from 1 again: an agent that is led there ends the workers of its own one first, and forgets that one, or
-// their ends would count in it.
+// their ends would count in it. One of all decides whether they go there (way_back), since what each last saw may differ, and one that counts nodes which are
+// not there would keep all of them from a job that could begin.
 // What may go on is decided for the worst case: nodes that cannot be reached may have met elsewhere, so a minority that cannot prove the others gone ends
 // rather than be a second job under one name.
 
@@ -51,6 +53,17 @@ void take_in(Round& next, const std::vector<Node>& waiting, const Rules& rules) 
   }
 }
 
+/// Whether a job has nodes enough without those that are gone, or was asked to end, which no other job is.
+bool outlives(const Round& seen, const std::set<std::string>& gone, const Rules& rules) {
+  const auto is_gone = [&](const Node& node) { return gone.contains(node.id); };
+  Round next = seen;
+  std::erase_if(next.nodes, is_gone);
+  std::vector<Node> waiting = seen.waiting;
+  std::erase_if(waiting, is_gone);
+  take_in(next, waiting, rules);
+  return seen.cause == Cause::Interrupt || static_cast<int>(next.nodes.size()) >= rules.min_nodes;
+}
+
 std::string count(size_t n, const char* what) { return detail::concat(n, ' ', what, n == 1 ? "" : "s"); }
 
 /// One look at a job, by one of its agents.
@@ -60,8 +73,8 @@ class Look {
       : round_(round), peers_(peers), self_(self), rules_(rules), member_(contains(round.nodes, self.node.id)), waits_(contains(round.waiting, self.node.id)) {}
 
   Step step() const {
-    if (const Step left_over = end_old_workers(); left_over.act != Act::Wait) return left_over;
-    if (was_of_another_job()) return {.act = Act::Forget};
+    if (was_of_another_job()) return leave_the_old_job();
+    if (has_old_workers()) return stop(SIGKILL);
     switch (round_.phase) {
       case Phase::Joining:
         return joining();
@@ -120,10 +133,19 @@ class Look {
   }
 
   /// Workers of a round that went on without us.
-  Step end_old_workers() const {
+  bool has_old_workers() const {
     const bool theirs = member_ && round_.phase != Phase::Joining && round_.phase != Phase::Finished && self_.record.round == round_.number;
-    return self_.record.running && !theirs ? stop(SIGKILL) : wait();
+    return self_.record.running && !theirs;
   }
+
+  /// Who was asked to end lets its workers save as long as they may, and has no part in the other job.
+  Step leave_the_old_job() const {
+    if (self_.interrupted && self_.record.running) return wait();
+    if (self_.interrupted && self_.record.round > 0) return self_.record.clean ? leave(0, "") : leave(failed, all_have_ended(*self_.interrupted));
+    return self_.record.running ? stop(SIGKILL) : Step{.act = Act::Forget};
+  }
+
+  static std::string all_have_ended(int signal) { return detail::concat("interrupted by ", describe_signal(signal), "; all ranks have ended"); }
 
   /// Why this agent can never be of the job; empty where it can.
   std::string refusal() const {
@@ -167,7 +189,7 @@ class Look {
   }
 
   std::string nobody_came() const {
-    return detail::concat(count(round_.nodes.size(), "node"), " came to ", rules_.place, " within ", static_cast<int64_t>(self_.waited_s),
+    return detail::concat(count(self_.most_came, "node"), " came to ", rules_.place, " within ", static_cast<int64_t>(self_.waited_s),
                           " s, --nnodes = ", nnodes(), " asks for at least ", rules_.min_nodes,
                           "; start the others, or give them more time with --rdzv-conf join_timeout=SECONDS");
   }
@@ -257,7 +279,7 @@ class Look {
     if (round_.cause == Cause::Interrupt) {
       if (job_end.exit_code != 0) return propose(end(round_, failed, job_end.sentence));
       if (all_members([](const NodeReport& record) { return record.clean; })) return propose(end(round_, 0, ""));
-      return propose(end(round_, failed, detail::concat("interrupted by ", describe_signal(round_.signal), "; all ranks have ended")));
+      return propose(end(round_, failed, all_have_ended(round_.signal)));
     }
 
     Round next = round_;
@@ -326,6 +348,9 @@ class Look {
     next.signal = 0;
     next.quorum = 0;
     next.lacks_server = false;
+    for (const Node& node : next.nodes) {
+      if (const NodeReport* record = record_of(node.id)) next.attempts_before = std::max(next.attempts_before, record->attempts_before);
+    }
     return propose(std::move(next));
   }
 
@@ -367,15 +392,68 @@ Step decide(const Round& round, const std::map<std::string, Peer>& peers, const 
   return Look(round, peers, self, rules).step();
 }
 
-Self in_another_job(const Self& self, const Round& round) {
-  return {.node = self.node, .job = round.job, .interrupted = self.interrupted, .took_part = round.phase != Phase::Finished};
+void take_note(Self& self, const Round& round) {
+  if (self.job.empty()) self.job = round.job;
+  if (self.job != round.job) return;
+  self.took_part = self.took_part || round.phase != Phase::Finished;
+  self.began = self.began || round.number > 0;
+  self.most_came = std::max(self.most_came, round.nodes.size());
 }
 
-bool outlives(const Round& seen, const std::string& server, const Rules& rules) {
-  Round next = seen;
-  next.nodes = without(seen.nodes, server);
-  take_in(next, seen.waiting, rules);
-  return seen.cause == Cause::Interrupt || static_cast<int>(next.nodes.size()) >= rules.min_nodes;
+Self in_another_job(const Self& self, const Round& round) {
+  Self next{.node = self.node, .job = round.job, .interrupted = self.interrupted};
+  next.record.attempts_before = self.record.attempts_before + self.record.round;
+  if (!self.began) {  // it has waited for this one as well
+    next.waited_s = self.waited_s;
+    next.most_came = self.most_came;
+  }
+  take_note(next, round);
+  return next;
+}
+
+WayBack way_back(const Loss& loss, const Rules& rules) {
+  using To = WayBack::To;
+  const auto& nodes = loss.seen.nodes;
+  const bool new_job = loss.old_place == OldPlace::NewJob;
+  bool proven = loss.old_place != OldPlace::Silent, leads = false;
+  for (const Node& node : nodes) {
+    if (node.id == loss.server) continue;
+    leads = node.id == loss.self;
+    if (leads) break;
+    switch (loss.spares.at(node.id)) {
+      case Spare::Refused:
+        break;
+      case Spare::Silent:
+        proven = false;  // it may have taken over where we do not reach it
+        break;
+      case Spare::Undecided:
+        return {.problem = detail::concat("node ", node.id, " has not taken over")};
+      case Spare::Serves:
+        return {.to = To::Join, .node = node.id};
+      case Spare::Followed:
+        if (new_job) return {.to = To::Follow};
+        return {.problem = detail::concat("node ", node.id, " has gone to another job there")};
+    }
+  }
+  if (!leads) {
+    if (new_job || loss.old_place == OldPlace::Stranger) return {.to = To::Follow};
+    return {.problem = "this node is no member, and no other one is left"};
+  }
+
+  std::set<std::string> gone{loss.server}, silent;
+  for (const auto& [id, spare] : loss.spares) {
+    if (spare == Spare::Serves) return {.to = To::Join, .node = id};  // while this one was silent
+    if (spare == Spare::Silent) silent.insert(id);
+    if (spare == Spare::Refused || spare == Spare::Followed) gone.insert(id);
+  }
+  if (new_job && !outlives(loss.seen, gone, rules)) return {.to = To::Follow};
+  const int all = static_cast<int>(nodes.size());
+  if (proven) return {.to = To::TakeOver};
+  if (2 * loss.came > all && loss.came >= rules.min_nodes) return {.to = To::TakeOver, .quorum = all / 2 + 1};  // those who came may have gone back
+  gone.insert(silent.begin(), silent.end());
+  const bool goes_on_there = static_cast<int>(silent.size()) >= rules.min_nodes;
+  if (new_job && loss.lasts_s > rules.dead_after_s && !goes_on_there && !outlives(loss.seen, gone, rules)) return {.to = To::Follow};
+  return {.problem = detail::concat("its host does not answer, and ", loss.came, " of ", all, " nodes cannot tell whether the others go on without them")};
 }
 
 Round taken_over(const Round& seen, const std::string& server, int quorum) {
@@ -408,6 +486,8 @@ std::string missing_place(const Round& round, const std::string& id, const Rules
   return detail::concat("waiting for a place in the job at ", rules.place, " (--rdzv-id ", rules.run_id, "), which has ", count(round.nodes.size(), "node"),
                         " of --nnodes = ", round.nnodes, "; a job of its own needs another --rdzv-endpoint");
 }
+
+int64_t folder_number(const Round& round) { return round.attempts_before + round.number - 1; }
 
 std::optional<Place> place_of(const Round& round, const std::string& id) {
   std::optional<Place> place;

@@ -41,6 +41,7 @@ struct Round {
   int64_t number = 0;           ///< of the times that workers were started, from 1
   std::string nnodes{};         ///< "MIN:MAX" of the agent that began it
   std::string job{};            ///< drawn by the agent that began it, and kept to its end: what tells it from any other job
+  int64_t attempts_before = 0;  ///< that its nodes made in other jobs: folders of attempts are counted on from there
   std::vector<Node> nodes{};    ///< members; once it runs, in the order of their ranks
   std::vector<Node> waiting{};  ///< came later
   int restarts = 0;             ///< used up by failures
@@ -64,6 +65,7 @@ struct NodeReport {
   bool done = false;               ///< all ended with 0, before they were asked to end
   bool clean = false;              ///< all ended with 0, asked or not
   bool left = false;               ///< it knows that the job is finished, or gave up before it began
+  int64_t attempts_before = 0;     ///< in other jobs
   std::vector<Ending> failures{};  ///< before they were asked to end
   std::string record_sentence{};   ///< what its ranks' flight records say of the cause, if they name one
 
@@ -94,7 +96,9 @@ struct Self {
   bool failed = false;                                          ///< a worker failed, and there was time to see why
   std::optional<int> interrupted{};                             ///< by this signal
   std::optional<std::pair<int64_t, comm::Endpoint>> serving{};  ///< the workers' store for that round is up
-  double waited_s = 0;                                          ///< since it first saw the job
+  double waited_s = 0;                                          ///< since it first saw the job, or one before that never began
+  size_t most_came = 0;                                         ///< nodes at once, meanwhile
+  bool began = false;                                           ///< the job has, as far as it saw
   double unchanged_s = 0;                                       ///< since `nodes` last changed
   bool took_part = false;                                       ///< in this job, which it saw before it was finished
 };
@@ -120,11 +124,52 @@ struct Step {
 
 Step decide(const Round& round, const std::map<std::string, Peer>& peers, const Self& self, const Rules& rules);
 
+/// What an agent learns of itself from what it sees of its job.
+void take_note(Self& self, const Round& round);
+
 /// What an agent that was of another job knows of itself as it comes to that of `round`, which counts its rounds from 1 again.
 Self in_another_job(const Self& self, const Round& round);
 
-/// Whether a job whose store went with the node `server` has nodes enough to go on elsewhere, or was asked to end, by what one of the others last saw.
-bool outlives(const Round& seen, const std::string& server, const Rules& rules);
+/// Who is where the store was.
+enum class OldPlace {
+  Silent,    ///< it may be alive, behind a cut link
+  Nobody,    ///< proven: its host says so
+  Stranger,  ///< another program, or an agent of another --rdzv-id; it is gone all the same
+  NewJob,    ///< an agent that has begun another job of this one's --rdzv-id
+};
+
+/// What is found at a node's spare store.
+enum class Spare {
+  Refused,    ///< its agent is gone
+  Silent,     ///< it may be alive
+  Undecided,  ///< it lives, and has not found out yet
+  Serves,     ///< the job goes on there
+  Followed,   ///< its agent has gone to another job
+};
+
+/// What a node knows whose store vanished.
+struct Loss {
+  Round seen{};  ///< last
+  std::string server{}, self{};
+  OldPlace old_place = OldPlace::Silent;
+  std::map<std::string, Spare> spares{};  ///< by node, as far as it looked
+  int came = 1;                           ///< members that have come to its own spare store, itself among them
+  double lasts_s = 0;
+};
+
+struct WayBack {
+  enum class To { TakeOver, Join, Follow, Nowhere };
+  To to = To::Nowhere;
+  int quorum = 0;         ///< TakeOver: as in Round
+  std::string node{};     ///< Join: whose spare store
+  std::string problem{};  ///< Nowhere
+};
+
+/// Where it meets the others again: the first of the members that is left, in the order of ranks, decides for all, and the others do as it did, for what each
+/// of them last saw may differ. It takes over, or follows to the job that has the old place where fewer than MIN are left. While members before it that may be
+/// alive do not answer, it takes over only with more than half of the nodes, and at least MIN; it follows after `dead_after_s`, where neither they nor those
+/// that answer are MIN.
+WayBack way_back(const Loss& loss, const Rules& rules);
 
 /// How a job goes on whose store went with the node `server`: from what one of the others, which serves it from then on, last saw. `quorum` as in Round.
 Round taken_over(const Round& seen, const std::string& server, int quorum);
@@ -138,6 +183,9 @@ std::string missing_nodes(const Round& round, const Rules& rules);
 
 /// For what the node waits that has no place in the job; empty where it has one.
 std::string missing_place(const Round& round, const std::string& id, const Rules& rules);
+
+/// Of the folder in which the round's output and flight records are kept, on all its nodes.
+int64_t folder_number(const Round& round);
 
 /// Where a node's ranks begin, and how many there are in all.
 struct Place {

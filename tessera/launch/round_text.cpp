@@ -15,10 +15,10 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Endpoint, host, port)
 namespace tessera::launch {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Node, id, address, nproc, spare_port, order)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Round, phase, number, nnodes, job, nodes, waiting, restarts, quorum, lacks_server, master, cause, signal, reason, last_lines,
-                                   exit_code)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Round, phase, number, nnodes, job, attempts_before, nodes, waiting, restarts, quorum, lacks_server, master, cause, signal,
+                                   reason, last_lines, exit_code)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Ending, rank, wait_status, report, last_lines)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(NodeReport, beat, round, running, done, clean, left, failures, record_sentence)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(NodeReport, beat, round, running, done, clean, left, attempts_before, failures, record_sentence)
 
 namespace {
 
@@ -27,12 +27,17 @@ std::string dump(const nlohmann::json& json) { return json_text(json); }
 
 void check_port(int port) { require(port >= 0 && port <= 65535, "port ", port); }
 
+constexpr int64_t most_rounds = int64_t{1} << 40;
+
+void check_attempts(int64_t before) { require(before >= 0 && before <= most_rounds, before, " attempts before"); }
+
 /// What decisions rely on. Bounds keep the sum of ranks, and numbers that count up, from overflowing.
 void check(const Round& round) {
-  constexpr int64_t most_ranks = 1 << 20, most_rounds = int64_t{1} << 40;
+  constexpr int64_t most_ranks = 1 << 20;
   require(round.phase >= Phase::Joining && round.phase <= Phase::Finished, "phase ", static_cast<int>(round.phase));
   require(round.cause >= Cause::None && round.cause <= Cause::Interrupt, "cause ", static_cast<int>(round.cause));
   require(round.number >= 0 && round.number <= most_rounds, "number ", round.number);
+  check_attempts(round.attempts_before);
   require(round.restarts >= 0 && round.restarts <= round.number, round.restarts, " restarts in round ", round.number);
   check_port(round.master.port);
   std::set<std::string> ids;
@@ -50,6 +55,7 @@ void check(const Round& round) {
 
 void check(const NodeReport& record) {
   require(record.beat >= 0 && record.round >= 0, "beat ", record.beat, ", round ", record.round);
+  check_attempts(record.attempts_before);
   for (const Ending& ending : record.failures) require(ending.rank >= 0, "rank ", ending.rank);
 }
 

@@ -65,6 +65,7 @@ std::vector<WorkerPlan> plan_workers(const JobOptions& job, const Round& round, 
   const int nproc = round.nodes[place->node_rank].nproc;
   // Every time that workers are started anew counts, also where no failure used up a restart: whoever finds more than 0 resumes.
   const int attempt = static_cast<int>(round.number) - 1;
+  const int folder = static_cast<int>(folder_number(round));
 
   Variables variables = job.variables;
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
@@ -91,7 +92,7 @@ std::vector<WorkerPlan> plan_workers(const JobOptions& job, const Round& round, 
     set("RANK", rank);
     set("ROLE_RANK", rank);
     set("LOCAL_RANK", local_rank);
-    plans.push_back({rank, job.command, variables, plan_output(job.output, job.role, attempt, rank, local_rank)});
+    plans.push_back({rank, job.command, variables, plan_output(job.output, job.role, folder, rank, local_rank)});
   }
   return plans;
 }

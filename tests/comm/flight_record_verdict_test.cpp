@@ -262,6 +262,20 @@ TEST(FlightRecordVerdict, RowsOfAnAllToAllAreOfOneSizeAndNotOfOneShape) {
   EXPECT_THAT(of({{4, 2, 3}, {5, 4}}), StartsWith("rank 1 entered all_to_all #1 of world [5, 4] float32 while rank 0"));
 }
 
+TEST(FlightRecordVerdict, PartsOfAnAllToAllAreEqualWhereAllGiveAsMuch) {
+  const auto kind = [](const std::vector<std::vector<int64_t>>& shapes) {
+    const int n = static_cast<int>(shapes.size());
+    Scene scene(n, 1020);
+    for (int rank = 0; rank < n; ++rank) scene.enter(rank, "world", 1001, State::Waiting, {.op = "all_to_all", .shape = shapes[rank], .reduction = ""});
+    return scene.verdict().kind;
+  };
+  EXPECT_EQ(kind({{8, 6}, {12, 4}, {6, 8}}), Kind::Stalled);
+  EXPECT_EQ(kind({{8, 6}, {9, 6}, {12, 4}}), Kind::Mismatch) << "the second proves that there are splits";
+  EXPECT_EQ(kind({{8, 6}, {8, 6}, {7, 6}, {12, 4}}), Kind::Mismatch);
+  EXPECT_EQ(kind({{8, 6}, {12, 4}, {5, 4}}), Kind::Mismatch);
+  EXPECT_EQ(kind({{8, 6}, {12, 4}, {0}}), Kind::Mismatch);
+}
+
 TEST(FlightRecordVerdict, WhoGivesNoRowsOfAnAllToAllNeedNotKnowThem) {
   const What rows{.op = "all_to_all", .shape = {3, 4}, .reduction = ""}, wider{.op = "all_to_all", .shape = {5, 6}, .reduction = ""},
       none{.op = "all_to_all", .shape = {0}, .reduction = ""}, none_of_four{.op = "all_to_all", .shape = {0, 4}, .reduction = ""};

@@ -110,6 +110,42 @@ TEST(Rendezvous, WhoeverHasTheOldPlaceIsNotTakenForTheJob) {
   }
 }
 
+/// As agents do, for names may be looked up slowly inside of c10d.
+Round met_in_the_end(Rendezvous& one) {
+  for (int tries = 5;; --tries) {
+    try {
+      return one.connect()->exchange({}, std::nullopt, {}).round;
+    } catch (const CommError&) {
+      if (tries == 0) throw;
+    }
+  }
+}
+
+/// What each of them saw last differs: by its own view, the last would have the job go on.
+TEST(Rendezvous, WhoComesLaterGoesWhereTheFirstWent) {
+  for (const Phase phase : {Phase::Running, Phase::Joining}) {
+    const int port = comm::try_listen({host, 0})->port(), nobodys = comm::try_listen({host, 0})->port();
+    auto store = served_by("a", "j", port);
+    const RendezvousOptions options{
+        .endpoint = comm::Endpoint{host, port}, .run_id = "j", .rules = {.min_nodes = 3, .max_nodes = 4, .dead_after_s = 2}, .serves = false};
+    Rendezvous first(options), last(options);
+    first.connect(), last.connect();
+    Round seen{.phase = phase, .job = "first", .nodes = {{.id = "a"}, first.node(), {.id = "gone", .address = host, .spare_port = nobodys}, last.node()}};
+    first.note(seen);
+    seen.phase = Phase::Running;
+    seen.waiting = {{.id = "alive", .address = host, .spare_port = port}};
+    last.note(seen);
+    store.reset();
+    store = served_by("b", "j", port);
+    EXPECT_THROW(last.connect(), CommError) << "the first has not decided";
+    for (Rendezvous* one : {&first, &last}) {
+      const Round found = met_in_the_end(*one);
+      EXPECT_EQ(found.phase, Phase::Joining);
+      EXPECT_NE(found.job, seen.job);
+    }
+  }
+}
+
 TEST(Rendezvous, AJobWhoseStoreAnswersAgainIsMetThere) {
   const int port = comm::try_listen({host, 0})->port();
   const auto store = served_by("a", "j", port);

@@ -167,8 +167,7 @@ class Job {
       agent.view = agent.board->exchange(agent.self.record, proposal, now_);
       proposal.reset();
       agent.self.unchanged_s = agent.view->unchanged_s;
-      if (agent.self.job.empty()) agent.self.job = agent.view->round.job;
-      agent.self.took_part = agent.self.took_part || agent.view->round.phase != Phase::Finished;
+      take_note(agent.self, agent.view->round);
       const Step step = decide(agent.view->round, agent.view->peers, agent.self, rules_);
       switch (step.act) {
         case Step::Act::Wait:
@@ -181,7 +180,8 @@ class Job {
           agent.self.serving = {step.number, {agent.self.node.address, ++port_}};
           break;
         case Step::Act::Start:
-          agent.self.record = {.beat = agent.self.record.beat, .round = agent.view->round.number, .running = true};
+          agent.self.record = {
+              .beat = agent.self.record.beat, .round = agent.view->round.number, .running = true, .attempts_before = agent.self.record.attempts_before};
           agent.self.failed = false;
           agent.started.push_back(agent.view->round.number);
           agent.master = agent.view->round.master;
@@ -649,6 +649,7 @@ TEST(Round, WhoIsLedToAnotherJobStartsItsRanksThere) {
       EXPECT_EQ(job[1].started.back(), 1);
       EXPECT_EQ(job[1].started.size(), rounds + 1u) << "also where they were done before";
       EXPECT_THAT(job[2].started, ElementsAre(1));
+      for (const int agent : {1, 2}) EXPECT_EQ(folder_number(job[agent].view->round), rounds) << "on all nodes: no folder of the job before is used again";
       EXPECT_EQ(job[1].master, job[2].master);
       EXPECT_NE(job[1].master.host, "stale");
       Job::finish(job[2]);
@@ -662,30 +663,143 @@ TEST(Round, WhoIsLedToAnotherJobStartsItsRanksThere) {
 }
 
 TEST(Round, WhoWasAskedToEndStartsNothingInAnotherJob) {
-  Job job(2, {.min_nodes = 2, .max_nodes = 2});
+  for (const bool saves : {true, false}) {
+    Job job(2, {.min_nodes = 2, .max_nodes = 2});
+    job.pass(1);
+    job[0].alive = false;
+    job[1].self.interrupted = SIGTERM;
+    job.add();
+    job.begin_anew(2);
+    job.pass(1);
+    EXPECT_TRUE(job[1].self.record.running) << "as long as they may";
+    EXPECT_FALSE(job[1].left);
+    if (saves) Job::finish(job[1]);
+    job[1].self.record.running = false;
+    job.pass(1);
+    EXPECT_THAT(job[1].started, ElementsAre(1));
+    EXPECT_EQ(job[1].left->exit_code, saves ? 0 : 1);
+    EXPECT_EQ(job[1].left->sentence, saves ? "" : "interrupted by SIGTERM (terminated); all ranks have ended");
+    EXPECT_EQ(job[2].view->round.nodes.size(), 1u);
+  }
+  Job job(2, {.min_nodes = 3, .max_nodes = 3});
   job.pass(1);
-  job[0].alive = false;
   job[1].self.interrupted = SIGTERM;
   job.add();
   job.begin_anew(2);
   job.pass(1);
-  EXPECT_THAT(job[1].started, ElementsAre(1));
-  EXPECT_EQ(job[1].left->exit_code, 1);
-  EXPECT_EQ(job[2].view->round.nodes.size(), 1u);
+  EXPECT_THAT(job[1].left->sentence, HasSubstr("while waiting for other nodes")) << "it ran nothing";
 }
 
-TEST(Round, AJobGoesOnWithoutItsStoreWhereEnoughAreLeft) {
-  Round seen{.phase = Phase::Running, .number = 1, .nodes = {{.id = "gone"}, {.id = "me"}}};
-  const auto outlives_with = [&](int min) { return outlives(seen, "gone", {.min_nodes = min, .max_nodes = 3}); };
-  EXPECT_TRUE(outlives_with(1));
-  EXPECT_FALSE(outlives_with(2));
-  seen.waiting = {{.id = "spare"}};
-  EXPECT_TRUE(outlives_with(2)) << "with who waits";
-  EXPECT_FALSE(outlives_with(3));
-  seen.nodes[0].order = 0, seen.nodes[1].order = seen.waiting[0].order = 1;
-  EXPECT_FALSE(outlives_with(2)) << "whose place is taken";
-  seen.phase = Phase::Stopping, seen.cause = Cause::Interrupt;
-  EXPECT_TRUE(outlives_with(3)) << "to its end, which no other job is";
+/// Of a job that never began, whoever serves gives up first, and the next one serves.
+TEST(Round, WaitsForNodesNoLongerBecauseAnotherAgentServes) {
+  Job job(3, {.min_nodes = 4, .max_nodes = 4, .join_timeout_s = 8});
+  job.pass(5);
+  job[0].alive = false;
+  job.begin_anew(1);
+  job.pass(2);
+  EXPECT_FALSE(job[1].left);
+  job.pass(2);
+  for (const int agent : {1, 2}) EXPECT_THAT(job[agent].left->sentence, HasSubstr("3 nodes came to address h, port 1 within 8 s"));
+}
+
+TEST(Round, WhoWaitedForAPlaceHasItsTimeInTheNextJob) {
+  Job job(3, {.min_nodes = 2, .max_nodes = 2, .join_timeout_s = 8});
+  job.pass(20);
+  ASSERT_THAT(job[2].started, IsEmpty());
+  job[0].alive = job[1].alive = false;
+  job.begin_anew(2);
+  job.pass(5);
+  EXPECT_FALSE(job[2].left);
+  job.pass(5);
+  EXPECT_THAT(job[2].left->sentence, HasSubstr("1 node came"));
+}
+
+/// "me" of the members s (whose store went), a, me, b and of w, which waits.
+class WayBackTest : public ::testing::Test {
+ protected:
+  std::string goes(int min) const {
+    const WayBack way = way_back(loss, {.min_nodes = min, .max_nodes = 4});
+    switch (way.to) {
+      case WayBack::To::TakeOver:
+        return "takes over";
+      case WayBack::To::Join:
+        return "joins " + way.node;
+      case WayBack::To::Follow:
+        return "follows";
+      case WayBack::To::Nowhere:
+        break;
+    }
+    return way.problem;
+  }
+  Loss loss{.seen = {.phase = Phase::Running, .number = 1, .nodes = {{.id = "s"}, {.id = "a"}, {.id = "me"}, {.id = "b"}}, .waiting = {{.id = "w"}}},
+            .server = "s",
+            .self = "me",
+            .old_place = OldPlace::NewJob,
+            .spares = {{"a", Spare::Refused}, {"b", Spare::Undecided}, {"w", Spare::Undecided}}};
+};
+
+TEST_F(WayBackTest, TheFirstThatIsLeftDecidesAndOthersDoAsItDid) {
+  for (const auto& [spare, then] : {std::pair{Spare::Undecided, "node a has not taken over"}, {Spare::Serves, "joins a"}, {Spare::Followed, "follows"}}) {
+    loss.spares["a"] = spare;
+    for (const char* self : {"me", "w"}) {
+      loss.self = self;
+      for (const int min : {1, 9}) EXPECT_EQ(goes(min), then) << "whatever it counts itself";
+    }
+  }
+  loss.old_place = OldPlace::Nobody;
+  EXPECT_EQ(goes(9), "node a has gone to another job there");
+  loss.spares = {{"a", Spare::Refused}, {"me", Spare::Refused}, {"b", Spare::Silent}};
+  EXPECT_EQ(goes(1), "this node is no member, and no other one is left");
+  for (const OldPlace place : {OldPlace::NewJob, OldPlace::Stranger}) {
+    loss.old_place = place;
+    EXPECT_EQ(goes(1), "follows") << "who ran nothing";
+  }
+}
+
+TEST_F(WayBackTest, NodesThatAreNotThereDoNotKeepAJobAlive) {
+  EXPECT_EQ(goes(3), "takes over") << "with b, and w that waits";
+  EXPECT_EQ(goes(4), "follows");
+  for (const char* other : {"b", "w"}) {
+    for (const Spare spare : {Spare::Refused, Spare::Followed}) {
+      loss.spares = {{"a", Spare::Refused}, {"b", Spare::Undecided}, {"w", Spare::Undecided}};
+      loss.spares[other] = spare;
+      EXPECT_EQ(goes(2), "takes over");
+      EXPECT_EQ(goes(3), "follows") << other;
+    }
+  }
+  loss.seen.nodes[2].order = 1, loss.seen.waiting[0].order = 1;
+  loss.spares["b"] = Spare::Undecided;
+  EXPECT_EQ(goes(3), "follows") << "w, whose place is taken, is none of them";
+  loss.seen.cause = Cause::Interrupt;
+  EXPECT_EQ(goes(3), "takes over") << "to its end, which no other job is";
+  loss.seen.cause = Cause::None;
+  for (const OldPlace place : {OldPlace::Nobody, OldPlace::Stranger}) {
+    loss.old_place = place;
+    EXPECT_EQ(goes(4), "takes over") << "and ends with the reason";
+  }
+  loss.old_place = OldPlace::NewJob;
+  loss.spares["b"] = Spare::Serves;
+  EXPECT_EQ(goes(1), "joins b") << "which took over while this one was silent";
+}
+
+TEST_F(WayBackTest, WhoDoesNotAnswerMayGoOnElsewhere) {
+  const std::string waits = "its host does not answer, and 1 of 4 nodes cannot tell whether the others go on without them";
+  loss.spares = {{"a", Spare::Silent}, {"b", Spare::Refused}, {"w", Spare::Refused}};
+  EXPECT_EQ(goes(2), waits) << "it may be slow";
+  loss.lasts_s = 6;
+  EXPECT_EQ(goes(2), "follows") << "neither a nor this one is 2";
+  EXPECT_EQ(goes(1), waits) << "a may go on";
+  loss.spares["w"] = Spare::Silent;
+  EXPECT_EQ(goes(2), waits) << "a and w may go on";
+  EXPECT_EQ(goes(3), "follows");
+  loss.spares["w"] = Spare::Refused, loss.spares["b"] = Spare::Undecided;
+  EXPECT_EQ(goes(2), waits) << "b may come";
+  loss.came = 3;
+  EXPECT_EQ(goes(2), "takes over");
+  EXPECT_EQ(way_back(loss, {.min_nodes = 2, .max_nodes = 4}).quorum, 3);
+  loss.came = 1;
+  loss.old_place = OldPlace::Silent;
+  EXPECT_EQ(goes(3), waits);
 }
 
 /// An agent that was killed and started again, or has given up, stands in the list for a while.

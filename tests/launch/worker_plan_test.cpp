@@ -67,6 +67,16 @@ TEST(StreamChoice, ReadsRanksAndStreams) {
   for (const char* text : {"", "4", "-1", "x", "0:", ":1", "0:4", "0:1,2"}) EXPECT_THROW(StreamChoice(text, "--tee"), ConfigError) << text;
 }
 
+TEST(WorkerPlan, FoldersGoOnFromThoseOfAJobBefore) {
+  Round round{.number = 2, .nodes = {{.id = "a"}}};
+  for (const int before : {0, 3}) {
+    round.attempts_before = before;
+    const auto plans = plan_workers({.command = {"x"}, .output = {.folder = "/logs", .keep_all = true}}, round, "a", "");
+    EXPECT_EQ(plans[0].output.out.file, "/logs/attempt_" + std::to_string(before + 1) + "/0/stdout.log");
+    EXPECT_EQ(plans[0].variables.at("TORCHELASTIC_RESTART_COUNT"), "1") << "of this job";
+  }
+}
+
 TEST(OutputPlan, InheritsUnlessSomethingIsAsked) { EXPECT_EQ(plan_output({}, "default", 0, 3, 1), OutputPlan{}); }
 
 TEST(OutputPlan, SendsStreamsWhereTheyBelong) {

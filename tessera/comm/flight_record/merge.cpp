@@ -17,13 +17,14 @@ bool gives_nothing(const RecordedCall& call) { return call.op == "all_to_all" &&
 int64_t row_of(const RecordedCall& call) { return call.bytes / (call.shape.empty() ? 1 : std::max<int64_t>(1, call.shape[0])); }
 
 // What must be the same on all ranks that meet. The two ends of a message differ in name and may differ in shape. How many rows of an all_to_all it gives is
-// each rank's own, as is their shape. Who gives none is taken to mean rows as `other` gives, and so is who gives as much: equal parts may be rows of any size.
-auto signature(const RecordedCall& call, const RecordedCall& other) {
+// each rank's own, as is their shape. Who gives none is taken to mean rows as `other` gives, and so is everyone where all give as many bytes, which may be cut
+// into equal parts: these may be rows of any size.
+auto signature(const RecordedCall& call, const RecordedCall& other, bool equal_parts) {
   const bool message = call.is_message();
   const bool rooted = call.op == "broadcast" || call.op == "reduce" || call.op == "gather" || call.op == "scatter";
   std::vector<int64_t> shape = call.shape;
   if (message) shape = {call.bytes};
-  if (call.op == "all_to_all") shape = {row_of(call.bytes == 0 || call.bytes == other.bytes ? other : call)};
+  if (call.op == "all_to_all") shape = {row_of(call.bytes == 0 || equal_parts ? other : call)};
   return std::tuple(message ? std::string("message") : call.op, std::move(shape), message ? std::string() : call.dtype, call.reduction,
                     rooted ? call.peer : -1);
 }
@@ -170,19 +171,21 @@ Mismatch Merge::first_mismatch() const {
   for (auto begin = all.begin(); begin != all.end();) {
     const auto end = std::find_if(begin, all.end(), [&](const Entered& entered) { return entered.meeting != begin->meeting; });
     std::map<int64_t, std::vector<const RecordedCall*>> rows;
+    std::set<int64_t> amounts;
     for (auto entered = begin; entered != end; ++entered) {
+      if (entered->call->op == "all_to_all") amounts.insert(entered->call->bytes);
       if (entered->call->op == "all_to_all" && !gives_nothing(*entered->call)) rows[row_of(*entered->call)].push_back(entered->call);
     }
     const auto most = std::ranges::max_element(rows, {}, [](const auto& calls) { return calls.second.size(); });
     const RecordedCall& other = most == rows.end() ? *begin->call : *most->second.front();
-    const auto expected = signature(*begin->call, other);
-    const bool alike =
-        std::all_of(begin, end, [&](const Entered& entered) { return entered.call == begin->call || signature(*entered.call, other) == expected; });
+    const auto signature_of = [&](const RecordedCall& call) { return signature(call, other, amounts.size() == 1); };
+    const auto expected = signature_of(*begin->call);
+    const bool alike = std::all_of(begin, end, [&](const Entered& entered) { return entered.call == begin->call || signature_of(*entered.call) == expected; });
     if (!alike && (first.sides.empty() || begin->call->entered_s < first_s)) {
       first_s = begin->call->entered_s;
-      std::map<decltype(signature(other, other)), Side> sides;
+      std::map<decltype(signature_of(other)), Side> sides;
       for (auto entered = begin; entered != end; ++entered) {
-        auto& side = sides[signature(*entered->call, other)];
+        auto& side = sides[signature_of(*entered->call)];
         side.ranks.push_back(entered->record->rank);
         if (side.call == nullptr || !gives_nothing(*entered->call)) side.call = entered->call;
       }
