@@ -23,6 +23,7 @@ struct Context {
   std::shared_ptr<LayoutTrace> trace = nullptr;           ///< judges the pass under way, if it is for that
   std::shared_ptr<Overlap> overlap = nullptr;             ///< where collectives hide behind products (overlap.h)
   std::shared_ptr<OpenFeatures> open_features = nullptr;  ///< where a dropout may lie between two layers
+  bool says_sequence = false;                             ///< the program does, of each pass (TensorParallel::set_sequence)
 };
 
 /// Dimension along which a tensor of tokens is cut for Sequence: 1 of [B, S, D] and of ids [B, S], 0 of ids [S] and of what is looked up for them, [S, D].

@@ -18,6 +18,7 @@ class ColumnWise : public nn::Interceptor {
       : context_(std::move(context)), style_(style), shares_(std::move(shares)) {}
 
   nn::Values call(nn::Module& module, nn::Values inputs, const nn::Next& next) override {
+    if (context_->open_features) context_->open_features->note_whole(inputs[0].toTensor());
     nn::Values outputs{overlapped(static_cast<nn::LinearImpl&>(module), inputs[0].toTensor())};
     if (!outputs[0].toTensor().defined()) {
       inputs[0] = convert(*context_, module.path(), inputs[0].toTensor(), style_.input, TensorLayout::Copied);
@@ -59,14 +60,13 @@ class RowWise : public nn::Interceptor {
     if (context_->trace && style_.input == TensorLayout::Features) {
       context_->trace->takes_features(module.path(), inputs[0].toTensor(), shares_);
     }
-    if (context_->open_features) context_->open_features->close(inputs[0].toTensor());
     inputs[0] = convert(*context_, module.path(), inputs[0].toTensor(), style_.input, TensorLayout::Features);
     nn::Values outputs{summed(linear, std::move(inputs), next)};
     if (linear.bias.defined()) {
       const at::Tensor sum = outputs[0].toTensor();
       outputs = own(*context_, module.path(), style_.output, [&] { return nn::Values{sum + nn::cast(linear.bias, sum.scalar_type())}; });
     }
-    if (context_->open_features) context_->open_features->bound(outputs[0].toTensor());
+    if (context_->open_features) context_->open_features->close(outputs[0].toTensor());
     return outputs;
   }
 

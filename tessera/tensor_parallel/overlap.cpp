@@ -7,6 +7,7 @@
 #include <utility>
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
@@ -331,6 +332,7 @@ ColumnProducts multiply_columns(const Context& context, const at::Tensor& x, Ten
       }
     } else {
       result.whole = nn::alias_of(x);
+      const at::AutoDispatchBelowADInplaceOrView below;  // a product that is a view could not be written in place
       for (size_t i = 0; i < weights.size(); ++i) result.products.push_back(nn::project(x, weights[i], biases[i]));
     }
   }

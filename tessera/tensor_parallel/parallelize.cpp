@@ -102,6 +102,8 @@ class Builder {
       }
       nn::add_sharing(parameter.tensor, std::move(sharing));
     }
+    const auto length = tensor_parallel::keeps_length(context_);
+    for (nn::Module* const layer : styled_) attached_.add(nn::attach(*layer, length));
     if (options_.watch_terms && size() > 1) {
       const auto wholes = std::make_shared<WholeParts>(context_->group, nn::unique_parameters(module), meeting_, told_);
       for (nn::Module* const layer : styled_) attached_.add(nn::attach(*layer, wholes));
@@ -467,7 +469,10 @@ std::unique_ptr<TensorParallel> carry_out(torch::nn::Module& module, const Paral
 
 }  // namespace
 
-void TensorParallel::set_sequence(int64_t length) { context_->sequence = length; }
+void TensorParallel::set_sequence(int64_t length) {
+  context_->sequence = length;
+  context_->says_sequence = true;
+}
 
 int64_t TensorParallel::sequence() const { return context_->sequence; }
 

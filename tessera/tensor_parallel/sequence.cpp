@@ -1,5 +1,6 @@
 #include "tessera/tensor_parallel/sequence.h"
 
+#include <functional>
 #include <optional>
 #include <utility>
 
@@ -10,6 +11,7 @@
 #include "tessera/nn/attention.h"
 #include "tessera/nn/dropout.h"
 #include "tessera/nn/module.h"
+#include "tessera/nn/pass_state.h"
 #include "tessera/nn/sample_scope.h"
 #include "tessera/tensor_parallel/regather.h"
 
@@ -152,7 +154,25 @@ class Stated : public nn::Interceptor {
   FeatureShare heads_;
 };
 
+class KeepsLength final : public nn::Interceptor, public nn::PassState {
+ public:
+  explicit KeepsLength(std::shared_ptr<Context> context) : context_(std::move(context)) {}
+
+  nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override { return next(std::move(inputs)); }
+  std::function<void()> now() const override {
+    return [context = std::weak_ptr(context_), length = context_->sequence] {
+      const auto alive = context.lock();
+      if (alive && !alive->says_sequence) alive->sequence = length;
+    };
+  }
+
+ private:
+  std::shared_ptr<Context> context_;
+};
+
 }  // namespace
+
+std::shared_ptr<nn::Interceptor> keeps_length(std::shared_ptr<Context> context) { return std::make_shared<KeepsLength>(std::move(context)); }
 
 std::shared_ptr<nn::Interceptor> gives(std::shared_ptr<Context> context, const Gives& style, const FeatureShare& share) {
   return std::make_shared<Stated>(std::move(context), style, share);

@@ -17,6 +17,9 @@ std::shared_ptr<nn::Interceptor> sequence_parallel(std::shared_ptr<Context> cont
 std::shared_ptr<nn::Interceptor> prepare_input(std::shared_ptr<Context> context, const PrepareInput& style);
 std::shared_ptr<nn::Interceptor> prepare_output(std::shared_ptr<Context> context, const PrepareOutput& style);
 
+/// Around the layers of a plan, one for all: the length of the sequence is state of the pass (nn/pass_state.h).
+std::shared_ptr<nn::Interceptor> keeps_length(std::shared_ptr<Context> context);
+
 /// Around a module whose result's layout is stated and not changed. `share`: this rank's heads, where features are cut.
 std::shared_ptr<nn::Interceptor> gives(std::shared_ptr<Context> context, const Gives& style, const FeatureShare& share);
 

@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn.h>
 
+#include "tessera/comm/testing.h"
 #include "tessera/nn/attach.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/meta.h"
@@ -261,10 +262,111 @@ TEST(SplitModules, AModuleMayHookWhatItIsGiven) {
       expect_same(run_pass(*model, [&] { return staged(split, inputs); }), run_pass(*model, [&] { return eager(forward_of(model), inputs); }));
     }
   }
-  for (const auto& [others, message] : {std::pair(Before, "hooks a tensor that it was given (register_hook), and others"), {Behind, "hook (register_hook)"}}) {
+  for (const auto& [others, message] :
+       {std::pair(Before, "hooks a tensor that it was given (register_hook, retain_grad), and others"), {Behind, "hook (register_hook)"}}) {
     const auto model = std::make_shared<HookedInputNet>(others);
     EXPECT_THAT(refusal([&] { pipeline::split(model, inputs, {{"hooked", Beginning}}); }), HasSubstr(message));
   }
+}
+
+/// Gives back what it is given, hooked; or writes into it, behind which its hook is the old history's.
+struct GivesBackImpl : nn::Module {
+  enum class And { Nothing, Hooks, HooksAndWrites, Retains };
+  explicit GivesBackImpl(And what) : what(what) {}
+  at::Tensor forward(const at::Tensor& x) {
+    if (x.requires_grad() && (what == And::Hooks || what == And::HooksAndWrites)) {
+      x.register_hook([](const at::Tensor& gradient) { return gradient.clamp(-0.1, 0.1); });
+    }
+    if (x.requires_grad() && what == And::Retains) {
+      x.retain_grad();
+      retained = x;
+    }
+    return what == And::HooksAndWrites ? x.relu_() * 2 : x;
+  }
+  And what;
+  at::Tensor retained;
+};
+TESSERA_MODULE(GivesBack);
+
+struct GivesBackNet : torch::nn::Module {
+  explicit GivesBackNet(GivesBackImpl::And what, bool others = false) : others(others), gives_back(what) {
+    register_module("in", in);
+    register_module("gives_back", gives_back);
+    register_module("mid", mid);
+    register_module("out", out);
+    register_module("last", last);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = in(x);
+    const at::Tensor other = others ? torch::tanh(h) : at::Tensor();
+    h = gives_back(h);
+    const at::Tensor y = torch::tanh(mid(h));
+    return out(others ? y + other : y) + last(torch::tanh(h));
+  }
+  bool others;
+  torch::nn::Linear in{5, 4};
+  GivesBack gives_back;
+  torch::nn::Linear mid{4, 4}, out{4, 2}, last{4, 2};
+};
+const pipeline::SplitSpec kAroundGivesBack{{"gives_back", Beginning}, {"out", Beginning}};
+
+/// The skip over the last cut, too, brings its gradient back through the hook.
+TEST(SplitModules, AModuleMayHookWhatItIsGivenAndGiveItBack) {
+  const std::vector<at::Tensor> inputs{at::randn({3, 5}, at::detail::createCPUGenerator(1))};
+  for (const auto what : {GivesBackImpl::And::Hooks, GivesBackImpl::And::HooksAndWrites}) {
+    torch::manual_seed(1);
+    const auto model = std::make_shared<GivesBackNet>(what);
+    const auto split = pipeline::split(model, inputs, kAroundGivesBack);
+    const auto expected = run_pass(*model, [&] { return eager(forward_of(model), inputs); });
+    for (int pass = 0; pass < 2; ++pass) expect_same(run_pass(*model, [&] { return staged(split, inputs); }), expected);
+  }
+}
+
+TEST(SplitModules, AModuleMayRetainTheGradientOfWhatItIsGiven) {
+  using enum GivesBackImpl::And;
+  const std::vector<at::Tensor> inputs{at::randn({3, 5}, at::detail::createCPUGenerator(1))};
+  torch::manual_seed(1);
+  const auto model = std::make_shared<GivesBackNet>(Retains);
+  const auto split = pipeline::split(model, inputs, kAroundGivesBack);
+  eager(forward_of(model), inputs);
+  const at::Tensor expected = model->gives_back->retained.grad().clone();
+  staged(split, inputs);
+  EXPECT_TRUE(at::equal(model->gives_back->retained.grad(), expected));
+  EXPECT_THAT(refusal([&] { pipeline::split(std::make_shared<GivesBackNet>(Retains, true), inputs, kAroundGivesBack); }),
+              HasSubstr("(register_hook, retain_grad), and others"));
+}
+
+/// A skip goes through the stage that hooks it, so ranks that hook differently would wait for each other.
+TEST(SplitModules, RanksThatHookDifferentlyAreRefused) {
+  const auto agree = [](int lookers) {
+    comm::run_ranks(3, [&](comm::World& world) {
+      const auto what = world.rank() < lookers ? GivesBackImpl::And::Hooks : GivesBackImpl::And::Nothing;
+      pipeline::split(std::make_shared<GivesBackNet>(what), {at::ones({3, 5})}, kAroundGivesBack).check_agreement(world.group());
+    });
+  };
+  agree(0);
+  agree(3);
+  EXPECT_THAT(refusal([&] { agree(1); }), HasSubstr("let modules hook what they are given on all ranks or on none"));
+}
+
+TEST(SplitModules, WhatAModuleHooksMayBeWrittenThroughAView) {
+  struct Net : HookedNet {
+    at::Tensor forward(const at::Tensor& x) {
+      const at::Tensor h = implicit(fc(x)), y = mid(torch::tanh(x));
+      h.view({-1}).mul_(2);
+      return out(h * y);
+    }
+    torch::nn::Linear fc{5, 4}, mid{5, 4};
+    Net() {
+      register_module("fc", fc);
+      register_module("mid", mid);
+    }
+  };
+  const std::vector<at::Tensor> inputs{at::randn({3, 5}, at::detail::createCPUGenerator(1))};
+  torch::manual_seed(1);
+  const auto model = std::make_shared<Net>();
+  const auto split = pipeline::split(model, inputs, {{"mid", Beginning}});
+  expect_same(run_pass(*model, [&] { return staged(split, inputs); }), run_pass(*model, [&] { return eager(forward_of(model), inputs); }));
 }
 
 struct TiedHeadImpl : nn::Module {
@@ -307,6 +409,180 @@ struct NoisyImpl : nn::Module {
   torch::nn::Linear a, b;
 };
 TESSERA_MODULE(Noisy);
+
+/// A temperature that falls with each pass, and rows that are looked at in turns.
+struct TurnsImpl : nn::Module {
+  enum class What { Number, Product, View, Parts, WithNone };
+  explicit TurnsImpl(What what) : what(what) {
+    if (what == What::Product || what == What::Parts) register_module("fc", fc);
+  }
+  std::vector<at::Tensor> forward(const std::optional<at::Tensor>& x) {
+    ++passes;
+    if (what == What::View) return {x->narrow(0, passes % 2, 2)};
+    const at::Tensor temperature = torch::full({1}, 1.0 / passes);
+    if (what == What::WithNone) return {*x * temperature, at::Tensor()};
+    if (what == What::Parts) return (fc(*x) * temperature).split({1, 3}, -1);
+    return {x ? fc(*x) * temperature : temperature};
+  }
+  What what;
+  int passes = 0;
+  torch::nn::Linear fc{4, 4};
+};
+TESSERA_MODULE(Turns);
+
+struct TurnsNet : torch::nn::Module {
+  explicit TurnsNet(TurnsImpl::What what) : turns(what) {
+    register_module("a", a);
+    register_module("turns", turns);
+    register_module("b", b);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = a(x);
+    if (turns->what == TurnsImpl::What::Number) {
+      const at::Tensor t = turns(std::nullopt)[0];
+      return b(h * t) * t;
+    }
+    const std::vector<at::Tensor> parts = turns(h);
+    if (turns->what == TurnsImpl::What::Parts) return b(parts[1].sum(-1, true) * h) + parts[0];
+    const at::Tensor& t = parts[0];
+    return b(t.relu_() * 2) + t;
+  }
+  torch::nn::Linear a{4, 4};
+  Turns turns;
+  torch::nn::Linear b{4, 4};
+};
+
+/// One call a pass, wherever its result is used, and none to see whether the pass is still the same.
+TEST(SplitModules, AModuleMayCountItsCalls) {
+  using enum TurnsImpl::What;
+  const std::vector<at::Tensor> inputs{at::randn({3, 4}, at::detail::createCPUGenerator(1))};
+  for (const auto what : {Number, Product, View, Parts, WithNone}) {
+    torch::manual_seed(1);
+    const auto model = std::make_shared<TurnsNet>(what);
+    const auto split = pipeline::split(model, inputs, {{"b", Beginning}});
+    for (int step = 0; step < 5; ++step) {
+      model->turns->passes = step;
+      const auto expected = run_pass(*model, [&] { return eager(forward_of(model), inputs); });
+      model->turns->passes = step;
+      expect_same(run_pass(*model, [&] { return staged(split, inputs); }), expected);
+      EXPECT_EQ(model->turns->passes, step + 1);
+    }
+  }
+}
+
+/// Such a pass that finds another one runs them all, before it is refused.
+TEST(SplitModules, WhatAModuleLeavesInAMemberIsThatOfTheShapes) {
+  struct LengthImpl : nn::Module {
+    at::Tensor forward(const at::Tensor& x) {
+      rows = x.size(0);
+      return x * 2;
+    }
+    int64_t rows = 0;
+  };
+  struct Net : torch::nn::Module {
+    Net() {
+      register_module("a", a);
+      register_module("length", length.ptr());
+      register_module("b", b);
+    }
+    at::Tensor forward(const at::Tensor& x) {
+      const at::Tensor h = length(a(x));
+      return b(h) * static_cast<double>(length->rows);
+    }
+    torch::nn::Linear a{4, 4}, b{4, 4};
+    nn::ModuleHolder<LengthImpl> length{std::make_shared<LengthImpl>()};
+  };
+  torch::manual_seed(1);
+  const auto model = std::make_shared<Net>();
+  const auto split = pipeline::split(model, {torch::randn({3, 4})}, {{"b", Beginning}});
+  for (int step = 0; step < 5; ++step) {
+    for (const int64_t rows : {3, 2}) {
+      const std::vector<at::Tensor> inputs{at::randn({rows, 4}, at::detail::createCPUGenerator(1))};
+      expect_same(run_pass(*model, [&] { return staged(split, inputs); }), run_pass(*model, [&] { return eager(forward_of(model), inputs); }));
+    }
+  }
+}
+
+/// Behind some passes it gives something else than when it was recorded.
+struct ChangesImpl : nn::Module {
+  enum class What { GivesBack, TwoInPlaceOfOne, ShorterList, LongerList, TensorForNone, NoneForTensor, OtherSizes };
+  explicit ChangesImpl(What what) : what(what) {}
+  std::tuple<std::vector<at::Tensor>, std::optional<at::Tensor>> forward(const at::Tensor& x) {
+    switch (what) {
+      case What::GivesBack:
+        return {{changed ? x.round() : x}, std::nullopt};
+      case What::TwoInPlaceOfOne: {
+        const at::Tensor y = x * 2;
+        return {{y, changed ? y.round() : y}, std::nullopt};
+      }
+      case What::ShorterList:
+        return {changed ? std::vector{x * 2} : std::vector{x * 2, x * 3}, std::nullopt};
+      case What::LongerList:
+        return {changed ? std::vector{x * 2, x * 3} : std::vector{x * 2}, std::nullopt};
+      case What::TensorForNone:
+        return {{x * 2}, changed ? std::optional(x * 3) : std::nullopt};
+      case What::NoneForTensor:
+        return {{x * 2}, changed ? std::nullopt : std::optional(x * 3)};
+      case What::OtherSizes:
+        return {{changed ? (x * 2).narrow(0, 0, 1) : x * 2}, std::nullopt};
+    }
+    return {};
+  }
+  What what;
+  bool changed = false;
+};
+TESSERA_MODULE(Changes);
+
+struct ChangesNet : torch::nn::Module {
+  explicit ChangesNet(ChangesImpl::What what, bool skips) : skips(skips), changes(what) {
+    register_module("a", a);
+    register_module("changes", changes);
+    register_module("b", b);
+    register_module("c", c);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor h = torch::tanh(a(x));
+    const auto [list, more] = changes(h);
+    at::Tensor y = list[0];
+    for (size_t i = 1; i < list.size(); ++i) y = y + list[i] * y;
+    if (more) y = y + *more;
+    y = torch::tanh(b(y));
+    return c(skips ? y + h : y);
+  }
+  bool skips;
+  nn::Linear a{4, 4};
+  Changes changes;
+  nn::Linear b{4, 4}, c{4, 2};
+};
+
+TEST(SplitModules, AModuleThatGivesSomethingElseThanItWasRecordedWithIsRefused) {
+  using enum ChangesImpl::What;
+  const std::vector<at::Tensor> inputs{at::randn({3, 4}, at::detail::createCPUGenerator(1))};
+  const auto change = [&](ChangesImpl::What what, bool skips, const pipeline::SplitSpec& splits) {
+    torch::manual_seed(1);
+    const auto model = std::make_shared<ChangesNet>(what, skips);
+    const auto split = pipeline::split(model, inputs, splits);
+    model->changes->changed = true;
+    const auto expected = run_pass(*model, [&] { return eager(forward_of(model), inputs); });
+    expect_same(run_pass(*model, [&] { return staged(split, inputs); }), expected);
+  };
+  const pipeline::SplitSpec one{{"b", Beginning}}, by_itself{{"changes", Beginning}, {"b", Beginning}}, last{{"c", Beginning}};
+  for (const auto& splits : {one, by_itself, last}) {
+    for (const auto what : {GivesBack, TwoInPlaceOfOne}) {
+      EXPECT_THAT(refusal([&] { change(what, true, splits); }), HasSubstr("the call of 'changes' (Changes) gives two tensors where it was recorded with one"));
+    }
+  }
+  for (const auto& [what, message] : {std::pair(ShorterList, "a list of 1 where it was recorded with a list of 2"),
+                                      {LongerList, "a list of 2 where it was recorded with a list of 1"},
+                                      {TensorForNone, "a tensor where it was recorded with no tensor"},
+                                      {NoneForTensor, "no tensor where it was recorded with a tensor"},
+                                      {OtherSizes, "a tensor of [1, 4] where it was recorded with [3, 4]"}}) {
+    EXPECT_THAT(refusal([&] { change(what, false, one); }), HasSubstr(message));
+  }
+  // Where one alone uses it behind the call, in its stage.
+  EXPECT_THAT(refusal([&] { change(GivesBack, false, by_itself); }), HasSubstr("gives two tensors where it was recorded with one"));
+  change(GivesBack, false, last);
+}
 
 /// Made again by another stage it would be other noise.
 TEST(SplitModules, WhatAModuleDrawsCrosses) {

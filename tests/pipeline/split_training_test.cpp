@@ -204,6 +204,18 @@ TEST(SplitTraining, ATiedWeightWithoutAGradientStaysWhereItIs) {
   expect_trains_alike(2, [] { return Tied(); }, {{"layers.1", Beginning}}, inputs, kOneFOneB, training);
 }
 
+/// Which is called with each stage's part.
+TEST(SplitTraining, ALinearHookOnATiedWeightIsRight) {
+  MicroBatches inputs;
+  for (uint64_t i = 0; i < 4; ++i) inputs.push_back({at::randint(20, {2, 5}, at::detail::createCPUGenerator(30 + i), at::kLong)});
+  Training training{.decay = 0, .example = {}, .before = {}, .bound = 1e-5};
+  training.before = [](torch::nn::Module& module, int step) {
+    const auto first_rows_alone = [](const at::Tensor& gradient) { return gradient * at::arange(gradient.size(0), gradient.options()).lt(9).unsqueeze(-1); };
+    if (step == 0) module.named_parameters()["emb.weight"].register_hook(first_rows_alone);
+  };
+  expect_trains_alike(2, [] { return Tied(); }, {{"layers.1", Beginning}}, inputs, kOneFOneB, training);
+}
+
 TEST(SplitTraining, ATiedWeightsGradientCountsOnceHoweverOftenItIsSummed) {
   const std::vector<at::Tensor> inputs{at::randint(20, {2, 5}, at::detail::createCPUGenerator(3), at::kLong)};
   comm::run_ranks(2, [&](comm::World& world) {

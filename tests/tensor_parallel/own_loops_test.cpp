@@ -412,11 +412,12 @@ TEST(OwnLoopOfParts, MasksOfAPartThatIsTakenAgainAreThoseOfOneDevice) {
   const auto centered = [](const at::Tensor& h) { return h - h.mean(-1, true); };
   Dropped one = on_meta([] { return Dropped(0.5); });
   materialize(one, 3);
-  const at::Tensor want = pass(one, centered), pooled = pass(one, [](const at::Tensor& h) { return h.mean(1, true); });
+  const at::Tensor want = pass(one, centered), pooled = pass(one, [](const at::Tensor& h) { return h.mean(1, true); }), triangle = at::ones({6, 12}).tril();
+  const at::Tensor both = pass(one, [&](const at::Tensor& h) { return one->down(h) + at::linear(h, triangle); });
   for (const int ranks : {2, 3}) {
     run_ranks(ranks, [&](World& world) {
       Dropped net = on_meta([] { return Dropped(0.5); });
-      const auto tensor = parallelize_module(net, world.group(), feed_forward_plan());
+      const auto tensor = parallelize_module(net, world.group(), feed_forward_plan(), {.overlap = ranks == 3});
       materialize(net, 3);
       const Box& held = nn::slice_of(net->up->weight).boxes.at(0);
       const auto gathered = [&](const at::Tensor& h) { return comm::differentiable::all_gather(world.group(), h, 2, want.size(-1), Gradient::Replicated); };
@@ -426,6 +427,7 @@ TEST(OwnLoopOfParts, MasksOfAPartThatIsTakenAgainAreThoseOfOneDevice) {
       EXPECT_LT((pass(net, [&](const at::Tensor& h) { return centered(gathered(h)); }) - want).abs().max().item<double>(), 1e-5);
       const auto of_few = [&](const at::Tensor& h) { return at::cat(OwnGather::apply(h.mean(1, true), world.group()).chunk(ranks), -1); };
       EXPECT_LT((pass(net, of_few) - pooled).abs().max().item<double>(), 1e-5);
+      EXPECT_LT((pass(net, [&](const at::Tensor& h) { return net->down(h) + at::linear(gathered(h), triangle); }) - both).abs().max().item<double>(), 1e-5);
     });
   }
 }
@@ -630,6 +632,264 @@ TEST(OwnLoopOfParts, MasksWithoutAGraphAreThoseOfOneDeviceOrRefused) {
     comm::all_gather(world.group(), of_all, dropped);
     EXPECT_TRUE(of_all.narrow(0, 0, 2).equal(of_all.narrow(0, 2, 2))) << "of the stream, of which another layer is about to be given some";
     apart->down(h);
+  });
+}
+
+/// What is in memory of its own, or a view, or a view of what is in memory of another.
+TEST(OwnLoopOfParts, MasksOfFeaturesThatAreWrittenInPlaceAreThoseOfOneDevice) {
+  const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();
+  using Write = void (*)(const at::Tensor&);
+  const std::vector<Write> writes{[](const at::Tensor& h) { h.relu_(); }, [](const at::Tensor& h) { h.narrow(1, 0, 1).mul_(0); },
+                                  [](const at::Tensor& h) { h.flatten(0, 1).relu_(); }};
+  const auto pass = [&](Dropped& net, Write write) {
+    const nn::SampleScope samples({.seed = 7, .step = 1});
+    const at::Tensor h = net->up(x);
+    write(h);
+    return net->drop(h).detach();
+  };
+  Dropped one = on_meta([] { return Dropped(0.5); });
+  materialize(one, 3);
+  for (const auto& [ranks, overlap] : std::vector<std::pair<int, bool>>{{2, false}, {3, false}, {2, true}, {3, true}}) {
+    run_ranks(ranks, [&, overlap = overlap](World& world) {
+      Dropped net = on_meta([] { return Dropped(0.5); });
+      const auto tensor = parallelize_module(net, world.group(), feed_forward_plan(), {.overlap = overlap});
+      materialize(net, 3);
+      net->down(at::ones({1, net->down->weight.size(1)}));
+      const Box& held = nn::slice_of(net->up->weight).boxes.at(0);
+      for (const Write write : writes) {
+        EXPECT_LT((pass(net, write) - pass(one, write).narrow(2, held.offset[0], held.size[0])).abs().max().item<double>(), 1e-5) << overlap;
+      }
+    });
+  }
+}
+
+/// w2(silu(w1(x)) * w3(drop(x))), of which the plan prepares x for w1.
+struct GatedDropImpl : nn::Module {
+  explicit GatedDropImpl(int64_t hidden) : w1(6, hidden), w3(6, hidden), w2(hidden, 6) {
+    register_module("w1", w1);
+    register_module("w3", w3);
+    register_module("w2", w2);
+    register_module("drop", drop);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor a = w1(x);
+    return w2(at::silu(a) * w3(drop(x)));
+  }
+  nn::Linear w1, w3, w2;
+  nn::Dropout drop{0.5};
+};
+TESSERA_MODULE(GatedDrop);
+
+struct AroundGatedDropImpl : nn::Module {
+  explicit AroundGatedDropImpl(int64_t hidden) : in(6, 6), gated(hidden) {
+    register_module("in", in);
+    register_module("gated", gated);
+    nn::assign_paths(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return gated(in(x)); }
+  nn::Linear in;
+  GatedDrop gated;
+};
+TESSERA_MODULE(AroundGatedDrop);
+
+TEST(OwnLoopOfParts, TheStreamIsNotTakenForFeaturesThatAreMadeOfIt) {
+  const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();
+  const nn::SampleScope samples({.seed = 7, .step = 1});
+  const TensorLayout copied = TensorLayout::Copied;
+  const ParallelPlan plan{{"gated", PrepareInput{.from = TensorLayout::Replicated, .to = copied, .layers = {"w1"}}},
+                          {"gated.w1", ColumnParallel{.input = copied}},
+                          {"gated.w3", ColumnParallel{.input = copied}},
+                          {"gated.w2", RowParallel{}}};
+  for (const int64_t hidden : {12, 18, 24}) {  // with 12 on two ranks and 18 on three a part is as wide as the stream
+    AroundGatedDrop one = on_meta([&] { return AroundGatedDrop(hidden); });
+    materialize(one, 3);
+    const at::Tensor want = one(x).detach();
+    for (const auto& [ranks, overlap] : std::vector<std::pair<int, bool>>{{2, false}, {3, false}, {2, true}, {3, true}}) {
+      run_ranks(ranks, [&, overlap = overlap](World& world) {
+        const nn::SampleScope here({.seed = 7, .step = 1});
+        AroundGatedDrop net = on_meta([&] { return AroundGatedDrop(hidden); });
+        const auto tensor = parallelize_module(net, world.group(), plan, {.overlap = overlap});
+        materialize(net, 3);
+        for (const bool learns : {true, false}) {
+          for (const at::Tensor& parameter : net->parameters()) parameter.set_requires_grad(learns);
+          EXPECT_LT((net(x).detach() - want).abs().max().item<double>(), 1e-5) << hidden << ' ' << overlap << ' ' << learns;
+        }
+      });
+    }
+  }
+}
+
+/// Two feed-forward layers.
+struct PairsImpl : nn::Module {
+  PairsImpl() {
+    register_module("up", up);
+    register_module("down", down);
+    register_module("up2", up2);
+    register_module("down2", down2);
+    register_module("drop", drop);
+    nn::assign_paths(*this);
+  }
+  nn::Linear up{6, 12}, down{12, 6}, up2{6, 12}, down2{12, 6};
+  nn::Dropout drop{0.5};
+};
+TESSERA_MODULE(Pairs);
+
+ParallelPlan pairs_plan() { return {{"up*", ColumnParallel{}}, {"down*", RowParallel{}}}; }
+
+/// A row-wise layer has been called since; or the graph ends before the layer.
+TEST(OwnLoopOfParts, MasksOfFeaturesThatAreUsedLaterAreThoseOfOneDeviceOrRefused) {
+  const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();
+  enum class Mask { Part, Whole, Refused };
+  struct Program {
+    bool learns;
+    Mask mask;
+    at::Tensor (*run)(PairsImpl&, const at::Tensor& x);  // what is dropped
+  };
+  const std::vector<Program> programs{
+      {true, Mask::Part,
+       [](PairsImpl& net, const at::Tensor& x) {
+         const at::Tensor h = at::gelu(net.up(x)), y = net.down(h);
+         net.down2(at::gelu(net.up2(y)));
+         return h;
+       }},
+      {true, Mask::Refused,
+       [](PairsImpl& net, const at::Tensor& x) {
+         const at::Tensor h = at::gelu(net.up(x)), y = net.down(h);
+         return h.detach();
+       }},
+      {true, Mask::Refused, [](PairsImpl& net, const at::Tensor& x) { return at::gelu(net.up(x)).detach().requires_grad_(); }},
+      {true, Mask::Refused, [](PairsImpl& net, const at::Tensor& x) { return at::gelu(net.up(x).detach().requires_grad_()); }},
+      {false, Mask::Refused,
+       [](PairsImpl& net, const at::Tensor& x) {
+         const at::Tensor h = at::gelu(net.up(x)), y = net.down(h);
+         return h;
+       }},
+      {false, Mask::Refused,
+       [](PairsImpl& net, const at::Tensor& x) {
+         const at::Tensor h = at::gelu(net.up(x)), y = net.down2(h * 0);
+         return h;
+       }},
+      {true, Mask::Whole, [](PairsImpl& net, const at::Tensor& x) { return x + 0.5 * net.down(at::gelu(net.up(x))); }},
+      {true, Mask::Whole, [](PairsImpl& net, const at::Tensor& x) { return net.down(at::gelu(net.up(x))).detach(); }},
+      {false, Mask::Whole, [](PairsImpl& net, const at::Tensor& x) { return net.down(at::gelu(net.up(x))); }},
+  };
+  const auto pass = [&](Pairs& net, const Program& program) {
+    const nn::SampleScope samples({.seed = 7, .step = 1});
+    for (const at::Tensor& parameter : net->parameters()) parameter.set_requires_grad(program.learns);
+    const at::Tensor given = program.run(*net, x);
+    return net->drop(given).detach();
+  };
+  Pairs one = on_meta([] { return Pairs(); });
+  materialize(one, 3);
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      for (size_t i = 0; i < programs.size(); ++i) {
+        SCOPED_TRACE(i);
+        Pairs net = on_meta([] { return Pairs(); });
+        const auto tensor = parallelize_module(net, world.group(), pairs_plan());
+        materialize(net, 3);
+        net->down(at::ones({1, net->down->weight.size(1)}));
+        const Box& held = nn::slice_of(net->up->weight).boxes.at(0);
+        if (programs[i].mask == Mask::Refused) {
+          EXPECT_THAT(testing_support::refusal([&] { pass(net, programs[i]); }),
+                      AllOf(HasSubstr("Dropout 'drop'"), HasSubstr("behind 'up'"), HasSubstr("Gives{.layout = TensorLayout::Replicated}")));
+          continue;
+        }
+        at::Tensor want;
+        {
+          static std::mutex one_at_a_time;
+          const std::lock_guard lock(one_at_a_time);
+          want = pass(one, programs[i]);
+        }
+        if (programs[i].mask == Mask::Part) want = want.narrow(2, held.offset[0], held.size[0]);
+        EXPECT_LT((pass(net, programs[i]) - want).abs().max().item<double>(), 1e-5);
+      }
+      // Of another pass nothing is left; and a plan may say what nobody can tell.
+      Pairs net = on_meta([] { return Pairs(); });
+      ParallelPlan plan = pairs_plan();
+      const auto tensor = parallelize_module(net, world.group(), plan);
+      materialize(net, 3);
+      for (const at::Tensor& parameter : net->parameters()) parameter.set_requires_grad(false);
+      for (const int64_t step : {1, 2}) {
+        const nn::SampleScope samples({.seed = 7, .step = step});
+        EXPECT_NO_THROW(net->down(at::gelu(net->up(net->drop(x * 2)))));
+      }
+      Pairs said = on_meta([] { return Pairs(); });
+      plan.emplace_back("drop", Gives{.layout = TensorLayout::Replicated});
+      const auto of_said = parallelize_module(said, world.group(), plan);
+      materialize(said, 3);
+      const Program sum{false, Mask::Whole, [](PairsImpl& net, const at::Tensor& x) { return x + net.down(at::gelu(net.up(x))); }};
+      EXPECT_NO_THROW(pass(said, sum));
+      if (ranks == 2) EXPECT_THAT(testing_support::refusal([&] { pass(net, sum); }), HasSubstr("behind 'up'"));
+      if (ranks == 3) return;
+      Dropped uneven = on_meta([] { return Dropped(0.5, 13); });  // 7 and 6
+      const auto of_uneven = parallelize_module(uneven, world.group(), feed_forward_plan());
+      materialize(uneven, 3);
+      for (const at::Tensor& parameter : uneven->parameters()) parameter.set_requires_grad(false);
+      const nn::SampleScope samples({.seed = 7, .step = 1});
+      const at::Tensor y = uneven->down(at::gelu(uneven->up(x)));
+      EXPECT_THAT(testing_support::refusal([&] { uneven->after(x + y); }), HasSubstr("behind 'up'")) << "on every rank";
+    });
+  }
+}
+
+/// As pipeline::split records the pass, and gives a stage what has no graph.
+TEST(OwnLoopOfParts, MasksOfWhatAStageIsGivenAreThoseOfItsRecording) {
+  const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();
+  const nn::SampleContext stated{.seed = 7, .step = 1};
+  Dropped one = on_meta([] { return Dropped(0.5); });
+  materialize(one, 3);
+  at::Tensor h, y, dropped_h, dropped_y;
+  {
+    const nn::SampleScope samples(stated);
+    h = one->up(x).detach(), y = one->down(at::gelu(h)).detach();
+    dropped_h = one->drop(at::gelu(h)), dropped_y = one->after(y);
+  }
+  for (const int ranks : {2, 3}) {
+    for (const bool learns : {true, false}) {
+      run_ranks(ranks, [&](World& world) {
+        const nn::SampleScope samples(stated);
+        Dropped recorded = on_meta([] { return Dropped(0.5); });
+        const auto of_recorded = parallelize_module(recorded, world.group(), feed_forward_plan());
+        for (const at::Tensor& parameter : recorded->parameters()) parameter.set_requires_grad(learns);
+        const Box held = nn::slice_of(recorded->up->weight).boxes.at(0);
+        const auto own = [&](const at::Tensor& all) { return all.narrow(2, held.offset[0], held.size[0]); };
+        const comm::ShapesAlone shapes_alone;
+        const at::Tensor shape = at::empty({2, 5, 6}, at::kMeta);
+        for (int recording = 0; recording < 2; ++recording) {
+          recorded->after(shape);
+          recorded->down(recorded->drop(at::gelu(recorded->up(shape))));
+        }
+        const auto leaf = [&](const at::Tensor& sent) { return sent.clone().set_requires_grad(learns); };
+        EXPECT_TRUE(at::equal(recorded->drop(leaf(own(at::gelu(h)))), own(dropped_h)));
+        EXPECT_TRUE(at::equal(recorded->drop(at::gelu(leaf(own(h)))), own(dropped_h)));
+        EXPECT_TRUE(at::equal(recorded->after(leaf(y)), dropped_y));
+        {
+          const nn::SampleScope elsewhere({.seed = 7, .step = 2});
+          recorded->drop(shape);  // of the stream
+        }
+        EXPECT_THAT(testing_support::refusal([&] { recorded->drop(leaf(own(h))); }), HasSubstr("nobody can tell"));
+      });
+    }
+  }
+}
+
+TEST(OwnLoopOfParts, RepeatedFeaturesAreNotTakenForAll) {
+  const at::Tensor x = at::arange(2 * 5 * 6, at::kFloat).view({2, 5, 6}).sin();
+  run_ranks(2, [&](World& world) {
+    Dropped net = on_meta([] { return Dropped(0.5); });
+    const auto tensor = parallelize_module(net, world.group(), feed_forward_plan());
+    materialize(net, 3);
+    const nn::SampleScope samples({.seed = 7, .step = 1});
+    const at::Tensor h = net->up(x);
+    for (const at::Tensor& repeated : {h.repeat_interleave(2, -1), at::cat({h, h}, -1), h.repeat({1, 1, 2})}) {
+      EXPECT_THAT(testing_support::refusal([&] { net->drop(repeated); }), HasSubstr("part of some features"));
+    }
+    // A gather of the program's own, whose result is arranged by views.
+    const at::Tensor all = OwnGather::apply(h, world.group()).unflatten(0, {2, 2}).permute({1, 2, 0, 3}).reshape({2, 5, 12});
+    const at::Tensor rows = net->drop(all).detach(), of_both = at::empty({4, 5, 12});
+    comm::all_gather(world.group(), of_both, rows.contiguous());
+    EXPECT_TRUE(of_both.narrow(0, 0, 2).equal(of_both.narrow(0, 2, 2)));
   });
 }
 

@@ -340,6 +340,78 @@ TEST(SplitWrapped, AStageLoadsFromACheckpointOfTheWholeModel) {
   std::filesystem::remove_all(folder);
 }
 
+struct PartsOfSequenceImpl : nn::Module {
+  struct BlockImpl : nn::Module {
+    BlockImpl() {
+      register_module("norm", norm);
+      register_module("up", up);
+      register_module("down", down);
+    }
+    at::Tensor forward(const at::Tensor& x) { return x + down(torch::tanh(up(norm(x)))); }
+    nn::RMSNorm norm{4, 1e-5};
+    nn::Linear up{4, 6}, down{6, 4};
+  };
+  using Block = nn::ModuleHolder<BlockImpl>;
+
+  PartsOfSequenceImpl() {
+    register_module("a", a.ptr());
+    register_module("b", b.ptr());
+  }
+  at::Tensor forward(const at::Tensor& x) { return b(a(x)); }
+  Block a{std::make_shared<BlockImpl>()}, b{std::make_shared<BlockImpl>()};
+};
+TESSERA_MODULE(PartsOfSequence);
+
+/// Trains by `plan`, in stages that are cut at 'b', of which `apart` ranks hold one each or one rank both: each step's micro-batches have these lengths.
+void expect_parts_of_sequences(int apart, const ParallelPlan& plan, bool whole_input, const std::vector<std::vector<int64_t>>& steps) {
+  const auto input = [](int64_t length) { return at::arange(2 * length * 4, at::kFloat).view({2, length, 4}).sin(); };
+  PartsOfSequence whole = on_meta([] { return PartsOfSequence(); });
+  materialize(*whole, 5, testing_support::test_device());
+  std::map<int64_t, at::Tensor> expected;
+  for (const int64_t length : {6, 7, 8}) expected[length] = whole(input(length)).detach();
+  comm::run_ranks(2 * apart, [&](comm::World& world) {
+    const Mesh mesh(world, {{"pp", apart}, {"tp", 2}});
+    const comm::Group pipe = mesh["pp"];
+    const auto mine = [&](const at::Tensor& x) { return whole_input ? x : x.tensor_split(2, 1)[static_cast<size_t>(mesh["tp"].rank())].contiguous(); };
+    PartsOfSequence model = on_meta([] { return PartsOfSequence(); });
+    const auto tensor = parallelize_module(model, mesh["tp"], plan, {.watch_terms = false});
+    if (!whole_input) tensor->set_sequence(8);
+    const auto split = pipeline::split(model, {mine(input(8))}, {{"b", SplitPoint::Beginning}});
+    const auto schedule = apart == 1 ? schedules::breadth_first(1, 2, 2) : schedules::gpipe(2, 2);
+    materialize(*split.module(schedule.stages_of(pipe.rank())), 5, testing_support::test_device());
+    for (const std::vector<int64_t>& lengths : steps) {
+      if (!whole_input) tensor->set_sequence(lengths[0]);
+      std::vector<std::unique_ptr<pipeline::TracedStage>> stages;
+      std::map<int, pipeline::Stage*> by_number;
+      for (int i = 0; i < 2; ++i) split.expect({mine(input(lengths[i]))}, i);
+      for (const int number : schedule.stages_of(pipe.rank())) {
+        stages.push_back(std::make_unique<pipeline::TracedStage>(
+            split, number, [&](int i) { return std::vector<at::Tensor>{mine(input(lengths[i]))}; },
+            [&](int i, const std::vector<at::Tensor>& outputs) {
+              EXPECT_LT((outputs[0] - mine(expected.at(lengths[i]))).abs().max().item<double>(), 1e-5) << "length " << lengths[i];
+              return outputs[0].square().sum();
+            }));
+        by_number[number] = stages.back().get();
+      }
+      pipeline::Executor(schedule, split.crossings(), by_number, {.ranks = pipe, .device = testing_support::test_device()}).run();
+    }
+  });
+}
+
+const ParallelPlan kOfParts{
+    {"*.norm", SequenceParallel{}}, {"*.up", ColumnParallel{.input = TensorLayout::Sequence}}, {"*.down", RowParallel{.output = TensorLayout::Sequence}}};
+
+/// Micro-batches of several lengths in a step, and steps of lengths that were recorded before: the last stage is given parts alone.
+TEST(SplitWrapped, APartOfASequenceIsOfTheLengthOfItsMicroBatch) {
+  ParallelPlan plan = kOfParts;
+  plan.emplace_back("a", PrepareInput{.from = TensorLayout::Replicated, .to = TensorLayout::Sequence});
+  plan.emplace_back("b", PrepareOutput{.from = TensorLayout::Sequence, .to = TensorLayout::Replicated});
+  for (const int apart : {1, 2}) expect_parts_of_sequences(apart, plan, /*whole_input=*/true, {{8, 8}, {6, 7}, {8, 6}});
+}
+
+/// Of 7 positions and of 8 the first rank has as many, so it would go by what was recorded.
+TEST(SplitWrapped, AProgramThatSaysTheLengthIsBelieved) { expect_parts_of_sequences(/*apart=*/1, kOfParts, /*whole_input=*/false, {{8, 8}, {7, 7}, {8, 8}}); }
+
 /// Without stages: what fully_shard holds is not whole.
 TEST(SplitWrapped, AWrapperOverSlicesIsRefusedByThatName) {
   comm::run_ranks(2, [](comm::World& world) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -72,8 +73,9 @@ struct Node {
   std::vector<int> writes{};  ///< values that it writes into
   /// Whose history, as autograd keeps it, goes through it from then on: of what it writes into, the values that are or show the same memory as views.
   std::vector<int> rebased{};
+  std::vector<int> hooked{};                       ///< what a module that is called hooks of what it is given
+  std::vector<std::function<void()>> puts_back{};  ///< before a module is called: what calls before it have left (nn::PassState)
   bool grad_mode = true;
-  bool draws = false;  ///< of a module that is called: random numbers
 };
 
 /// When a module was entered and left: nodes [begin, end).

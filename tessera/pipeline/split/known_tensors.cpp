@@ -42,6 +42,11 @@ std::string Where::text() const {
   return *separator == ',' ? text + ")" : text;
 }
 
+bool is_same_tensor(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_same(b) || (a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()) && a.sizes() == b.sizes() && a.strides() == b.strides() &&
+                          a.storage_offset() == b.storage_offset());
+}
+
 int KnownTensors::storage_number(const at::Tensor& tensor) {
   require(tensor.layout() == at::kStrided && tensor.has_storage(), "pipeline: ", where_.text(), ": a tensor of layout ", tensor.layout(),
           " cannot be sent; use strided ones");
@@ -95,15 +100,17 @@ at::Tensor KnownTensors::twin(const at::Tensor& tensor) const {
   return found == twins_.end() ? tensor : found->second;
 }
 
-int64_t KnownTensors::version(int value) const {
+at::Tensor KnownTensors::tensor_of(int value) const {
   for (const Handle& handle : handles_[static_cast<size_t>(graph_.values[static_cast<size_t>(value)].storage)]) {
     if (handle.value != value) continue;
-    auto impl = handle.tensor.lock();
-    if (!impl) continue;
-    const at::Tensor tensor = twin(at::Tensor(std::move(impl)));
-    return tensor.is_inference() ? 0 : tensor._version();
+    if (auto impl = handle.tensor.lock()) return twin(at::Tensor(std::move(impl)));
   }
-  return 0;
+  return {};
+}
+
+int64_t KnownTensors::version(int value) const {
+  const at::Tensor tensor = tensor_of(value);
+  return !tensor.defined() || tensor.is_inference() ? 0 : tensor._version();
 }
 
 void KnownTensors::check_history(int value, const at::Tensor& tensor) const {
@@ -117,13 +124,23 @@ void KnownTensors::check_history(int value, const at::Tensor& tensor) const {
           "makes it");
   require(hooks_of(tensor) == hooks_.at(value), "pipeline: ", where_.text(),
           " is given a tensor with a hook (register_hook), which a replay would not call; put the call into a module that is declared with TESSERA_MODULE, or "
-          "the hook on a parameter");
+          "the hook on a parameter of one stage");
 }
 
 // Those of C++ are one hook of autograd's, which has a list.
 size_t KnownTensors::hooks_of(const at::Tensor& tensor) {
   const auto* const meta = tensor.defined() ? torch::autograd::impl::get_autograd_meta(tensor) : nullptr;
   return meta == nullptr ? 0 : meta->hooks_.size() + (meta->cpp_hooks_list_ ? meta->cpp_hooks_list_->size() : 0);
+}
+
+KnownTensors::Hooks::Hooks(const at::Tensor& tensor) {
+  const auto* const meta = tensor.defined() ? torch::autograd::impl::get_autograd_meta(tensor) : nullptr;
+  if (meta == nullptr) return;
+  list = meta->cpp_hooks_list_;
+  listed = list ? list->size() : 0;
+  node = tensor.grad_fn();
+  of_node = node ? node->tensor_pre_hooks().size() : 0;
+  retained = tensor.retains_grad();
 }
 
 /// A module's call runs anew, and with it what that hooks to what it returns.
@@ -149,19 +166,22 @@ bool is_used(const Graph& graph, int value) {
 }
 }  // namespace
 
-void KnownTensors::hooked_inside(const at::Tensor& tensor, size_t before) {
-  if (hooks_of(tensor) == before) return;
-  const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
-  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-  if (found == numbers_.end() || !meta->cpp_hooks_list_) return;
+// A write gives a tensor another history, and leaves its hooks with the one that it had.
+std::optional<int> KnownTensors::hooked_inside(const at::Tensor& tensor, const Hooks& before) {
+  const Hooks now(tensor);
+  const bool is_written = now.node != before.node;
+  const auto& list = before.list || is_written ? before.list : now.list;
+  const size_t of_node = before.node ? before.node->tensor_pre_hooks().size() : 0;
+  const bool is_hooked = list ? list->size() != before.listed : is_written && of_node != before.of_node;
+  const auto found = is_hooked || now.retained != before.retained ? numbers_.find(tensor.unsafeGetTensorImpl()) : numbers_.end();
+  if (found == numbers_.end()) return std::nullopt;
   require(
       !is_used(graph_, found->second), "pipeline: ", where_.text(),
-      " hooks a tensor that it was given (register_hook), and others were given it before: where these lie in another stage, the hook would be called with a "
-      "part of the gradient; give it a view of its own (h.view_as(h))");
-  const auto& list = meta->cpp_hooks_list_;
-  const bool is_first = lists_.insert_or_assign(list.get(), std::pair(list, list->size())).second;
-  const auto node = nodes_.find(tensor.grad_fn().get());
-  if (is_first && node != nodes_.end()) ++node->second.second;  // by one for the whole list
+      " hooks a tensor that it was given (register_hook, retain_grad), and others were given it before: where these lie in another stage, it would be called "
+      "with a part of the gradient; give it a view of its own (h.view_as(h))");
+  if (list) lists_.insert_or_assign(list.get(), std::pair(list, list->size()));
+  if (const auto node = nodes_.find(before.node.get()); node != nodes_.end()) node->second.second = of_node;
+  return found->second;
 }
 
 // Who has a hook may be gone: its list and its maker are not.
@@ -170,7 +190,7 @@ void KnownTensors::check_hooks() const {
                         std::ranges::all_of(nodes_, [](const auto& item) { return item.second.first->tensor_pre_hooks().size() == item.second.second; });
   require(as_noted,
           "pipeline: a tensor was given a hook (register_hook) behind its last use, which a replay would not call; put the call into a module that is declared "
-          "with TESSERA_MODULE, or the hook on a parameter");
+          "with TESSERA_MODULE, or the hook on a parameter of one stage");
 }
 
 int KnownTensors::argument(const at::Tensor& tensor, bool writes) {
@@ -240,7 +260,10 @@ int KnownTensors::result(const at::Tensor& tensor, int node, bool unwritten) {
 
 void KnownTensors::look_again(int value, const at::Tensor& tensor, int node) {
   Value& known = at(value);
-  if (const auto* const maker = maker_of(tensor); std::exchange(makers_[value], maker) != maker) rebased_.push_back(value);
+  if (const auto* const maker = maker_of(tensor); std::exchange(makers_[value], maker) != maker) {
+    rebased_.push_back(value);
+    note_hooks(value, tensor);  // those that it had are its old history's
+  }
   Form now = form_of(tensor);
   if (now != known.last_form()) known.forms.push_back({node, std::move(now)});
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -29,6 +30,9 @@ struct Where {
   std::string text() const;  ///< "aten::mul (in 'layers.0', after 'layers.0.fc.bias' was used)"
 };
 
+/// Or the same place of the same memory.
+bool is_same_tensor(const at::Tensor& a, const at::Tensor& b);
+
 /// Which value of the graph each tensor of the program is, while a pass is recorded; and what was done to tensors behind the back of all operators, which a
 /// replay would not repeat: it is refused by name (ConfigError).
 ///
@@ -52,16 +56,26 @@ class KnownTensors {
   /// Those that have another one since the last call.
   std::vector<int> take_rebased() { return std::exchange(rebased_, {}); }
 
+  /// What is hooked to a tensor, and to what made it.
+  struct Hooks {
+    explicit Hooks(const at::Tensor& tensor);
+
+    std::shared_ptr<torch::autograd::hooks_list> list{};
+    c10::intrusive_ptr<torch::autograd::Node> node{};
+    size_t listed = 0, of_node = 0;
+    bool retained = false;  ///< retain_grad()
+  };
   /// A call that will run anew as a whole, the node behind all that the graph has, has returned: what that has hooked to `tensor`, which it was given, it hooks
-  /// anew. `before`: hooks_of() when it was given. Throws ConfigError where others were given the tensor before.
-  void hooked_inside(const at::Tensor& tensor, size_t before);
-  static size_t hooks_of(const at::Tensor& tensor);
+  /// anew. `before`: when it was given. Its number, if it was hooked. Throws ConfigError where others were given the tensor before.
+  std::optional<int> hooked_inside(const at::Tensor& tensor, const Hooks& before);
   /// When the pass is over: refuses hooks that nobody's use has shown. Throws ConfigError.
   void check_hooks() const;
 
   /// The tensor itself, or what stands in for it.
   at::Tensor twin(const at::Tensor& tensor) const;
 
+  /// A value's tensor, or what stands in for it; undefined where the program has let go of it.
+  at::Tensor tensor_of(int value) const;
   /// How often a value's tensor was written into, as libtorch counts.
   int64_t version(int value) const;
 
@@ -79,6 +93,7 @@ class KnownTensors {
   int detached(int value, const at::Tensor& tensor);
   void become_constant(int value, const at::Tensor& tensor);
   void check_history(int value, const at::Tensor& tensor) const;
+  static size_t hooks_of(const at::Tensor& tensor);
   void note_hooks(int value, const at::Tensor& tensor);
   Value& at(int value) { return graph_.values[static_cast<size_t>(value)]; }
 

@@ -1,16 +1,22 @@
 #include "tessera/pipeline/split/program.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 
 #include "tessera/core/error.h"
+#include "tessera/pipeline/split/known_tensors.h"
 
 // A stage's operators, to be run again with data: registers, one a value, that are emptied as soon as nobody uses them any more, so that a stage keeps what
 // the module itself would have kept. The last use is found once, backward over the list, with what each operator makes for nobody. Operators are called by
 // their boxed kernels through the dispatcher, so that autograd, casts and recomputation happen as they would in the module.
+//
+// A module that is called may give something else than it did while it was recorded, where everything behind it was told apart by what it gave then. So what
+// it gives is held against the recording. Its dtype is not: wrappers that are attached later change it, and where it matters, at a cut, it is looked at.
 
 namespace tessera::tape {
 
@@ -54,7 +60,63 @@ void call(const Node& node, torch::jit::Stack& stack) {
   if (node.op) {
     node.op->callBoxed(stack);
   } else {
+    for (const auto& put_back : node.puts_back) put_back();
     stack = (*node.call)(std::move(stack));
+  }
+}
+
+/// Uses behind the call that may mean what it was given, or what it gave: one in its own stage takes what the call gives.
+bool is_ambiguous(const Graph& graph, int value, int number, int end) {
+  const Value& known = graph.values[static_cast<size_t>(value)];
+  if (known.maker == number || known.is_state()) return false;
+  const auto weight = [&](bool is_own) { return is_own ? 1 : 2; };
+  int uses = 0;
+  for (int later = number + 1; later < graph.size(); ++later) {
+    for_each_use(graph.nodes[static_cast<size_t>(later)], [&](int used) { uses += used == value ? weight(later < end) : 0; });
+  }
+  for (const int output : graph.outputs) uses += output == value ? weight(end == graph.size()) : 0;
+  return uses > 1;
+}
+
+std::string kind_of(const c10::IValue& value) {
+  if (value.isTensorList()) return detail::concat("a list of ", value.toTensorVector().size());
+  return value.isTensor() && value.toTensor().defined() ? "a tensor" : "no tensor";
+}
+
+std::string kind_of(const Slot& slot) {
+  if (slot.kind == Slot::Kind::List) return detail::concat("a list of ", slot.values.size());
+  return slot.kind == Slot::Kind::Tensor ? "a tensor" : "no tensor";
+}
+
+/// `given`: what Program::Step::given_back were before the call.
+void check_call(const Graph& graph, const Node& node, const std::vector<int>& given_back, const std::vector<at::Tensor>& given,
+                const torch::jit::Stack& stack) {
+  const auto number = static_cast<int>(&node - graph.nodes.data());
+  const auto hold = [&](bool is_so, const auto&... text) {
+    require(is_so, "pipeline: the call of '", node.path, "' (", node.name, ") gives ", text...,
+            "; a recording goes by what a call gave: give the same in each pass of a mode, or call record_anew() on every rank between two steps");
+  };
+  std::map<int, at::Tensor> one;
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (given[i].defined()) one.emplace(given_back[i], given[i]);
+  }
+  const auto look = [&](int value, const at::Tensor& now) {
+    hold(now.defined() == (value >= 0), now.defined() ? "a tensor" : "no tensor", " in a list where it was recorded with ", value < 0 ? "none" : "one");
+    if (value < 0) return;
+    const Form& form = graph.values[static_cast<size_t>(value)].form_before(number + 1);
+    hold(now.sizes() == at::IntArrayRef(form.sizes), "a tensor of ", now.sizes(), " where it was recorded with ", at::IntArrayRef(form.sizes));
+    require(is_same_tensor(one.emplace(value, now).first->second, now), "pipeline: the call of '", node.path, "' (", node.name,
+            ") gives two tensors where it was recorded with one: it gave back what it was given then, or the same twice, and who uses which of the two is not "
+            "known; give a view each time that it would be the same (x.view_as(x))");
+  };
+  hold(stack.size() == node.results.size(), stack.size(), " values where it was recorded with ", node.results.size());
+  for (size_t r = 0; r < node.results.size(); ++r) {
+    const Slot& slot = node.results[r];
+    hold(kind_of(stack[r]) == kind_of(slot), kind_of(stack[r]), " where it was recorded with ", kind_of(slot));
+    if (slot.kind == Slot::Kind::Tensor) look(slot.values[0], stack[r].toTensor());
+    if (slot.kind != Slot::Kind::List) continue;
+    const std::vector<at::Tensor> tensors = stack[r].toTensorVector();
+    for (size_t k = 0; k < tensors.size(); ++k) look(slot.values[k], tensors[k]);
   }
 }
 
@@ -97,15 +159,18 @@ Program::Program(std::shared_ptr<const Graph> graph, const Stages& stages, int s
     };
     for_each_result(node, [&](int value) { look(value, step.unused); });
     for_each_use(node, [&](int value) { look(value, step.dead); });
+    for_each_result(node, [&](int value) {
+      if (node.call && is_ambiguous(*graph_, value, nodes[n], plan.end)) step.given_back.push_back(value);
+    });
     steps_.push_back(std::move(step));
   }
   std::ranges::reverse(steps_);
 }
 
-std::vector<at::Tensor> Program::run(const std::vector<Given>& given) const {
+std::vector<at::Tensor> Program::run(const std::vector<Given>& fed) const {
   Registers registers = first_registers_;
   std::optional<at::Device> device;
-  for (const auto& [value, tensor] : given) {
+  for (const auto& [value, tensor] : fed) {
     registers[static_cast<size_t>(value)] = copied_[static_cast<size_t>(value)] ? tensor.clone() : tensor;
     device = tensor.device();
   }
@@ -116,9 +181,11 @@ std::vector<at::Tensor> Program::run(const std::vector<Given>& given) const {
   }
   const bool gradients = at::GradMode::is_enabled();
   torch::jit::Stack stack;
-  for (const auto& [node, dead, unused] : steps_) {
+  for (const auto& [node, dead, unused, given_back] : steps_) {
     stack.clear();
     for (const Slot& slot : node->arguments) push(stack, slot, registers, device.value_or(at::kCPU));
+    std::vector<at::Tensor> given;
+    for (const int value : given_back) given.push_back(at(registers, value));
     for (const int value : dead) registers[static_cast<size_t>(value)].reset();  // the stack holds what the operator takes
     if (node->grad_mode || !gradients) {
       call(*node, stack);
@@ -126,6 +193,7 @@ std::vector<at::Tensor> Program::run(const std::vector<Given>& given) const {
       const at::NoGradGuard no_grad;
       call(*node, stack);
     }
+    if (node->call) check_call(*graph_, *node, given_back, given, stack);
     for (size_t r = 0; r < node->results.size(); ++r) {
       const Slot& slot = node->results[r];
       if (slot.kind == Slot::Kind::Tensor) {

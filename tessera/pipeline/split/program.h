@@ -28,7 +28,7 @@ class Program {
     at::Tensor tensor;
   };
   /// From what the stage is fed and receives to `results()`, in that order.
-  std::vector<at::Tensor> run(const std::vector<Given>& given) const;
+  std::vector<at::Tensor> run(const std::vector<Given>& fed) const;
 
   const std::vector<int>& results() const { return results_; }  ///< what is sent, once each, and in the last stage the outputs
   int result_number(int value) const;                           ///< its place among them
@@ -38,6 +38,9 @@ class Program {
     const Node* node;
     std::vector<int> dead{};    ///< of what it takes, what nobody needs any more
     std::vector<int> unused{};  ///< of what it gives, what nobody needs
+    /// Of what a module gave back as it was given it, what several use behind the call, or another stage: whether they use what it was given or what it gives,
+    /// the list does not tell.
+    std::vector<int> given_back{};
   };
 
   std::shared_ptr<const Graph> graph_;

@@ -9,16 +9,19 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 
 #include "tessera/comm/collectives.h"
 #include "tessera/core/error.h"
 #include "tessera/nn/attach.h"
-#include "tessera/nn/dropout.h"
 #include "tessera/nn/module.h"
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/operators.h"
+#include "tessera/nn/pass_state.h"
 #include "tessera/pipeline/split/known_tensors.h"
 #include "tessera/pipeline/split/zeros.h"
 
@@ -70,16 +73,11 @@ std::string plain_name(const std::string& name) { return name.starts_with("aten:
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find_first_of(".\n")); }
 
-/// MultiheadAttention asks whether query, key and value are the same tensor.
-bool is_same_tensor(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_same(b) || (a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()) && a.sizes() == b.sizes() && a.strides() == b.strides() &&
-                          a.storage_offset() == b.storage_offset());
-}
-
 class Recorder final : public nn::OperatorWatcher {
  public:
-  explicit Recorder(torch::nn::Module& root) : known_(graph_, where_) {
+  Recorder(torch::nn::Module& root, const Graph* compared) : known_(graph_, where_), compared_(compared) {
     root.apply([&](const std::string& path, torch::nn::Module& module) {
+      note_pass_states(module);
       const auto name = [&](const std::string& key) { return path.empty() ? key : path + "." + key; };
       for (const auto& item : module.named_parameters(/*recurse=*/false)) add_state(item.value(), false, name(item.key()));
       for (const auto& item : module.named_buffers(/*recurse=*/false)) add_state(item.value(), true, name(item.key()));
@@ -107,7 +105,6 @@ class Recorder final : public nn::OperatorWatcher {
     const auto& schema = op.schema();
     const size_t first = stack.size() - schema.arguments().size();
     if (inside_ != nullptr) {
-      inside_->draws |= op.hasTag(at::Tag::nondeterministic_seeded);
       if (is_host_read(op.schema().name())) {
         const at::ScalarType dtype = stack[first].toTensor().scalar_type();
         torch::jit::drop(stack, stack.size() - first);
@@ -120,7 +117,7 @@ class Recorder final : public nn::OperatorWatcher {
       return true;
     }
     where_.op = schema.name();
-    if (schema.name() == "aten::equal") {
+    if (schema.name() == "aten::equal") {  // MultiheadAttention asks whether query, key and value are the same tensor
       const bool same = is_same_tensor(stack[first].toTensor(), stack[first + 1].toTensor());
       torch::jit::drop(stack, 2);
       stack.emplace_back(same);
@@ -140,7 +137,7 @@ class Recorder final : public nn::OperatorWatcher {
     if (inside_ != nullptr) return next(std::move(inputs));
     where_.op = "the call of '" + path + "' (" + short_name(module.name()) + ")";
     Node node{.call = next.recall(), .name = short_name(module.name()), .path = path, .grad_mode = at::GradMode::is_enabled()};
-    module.apply([&](const torch::nn::Module& inner) { node.draws |= dynamic_cast<const nn::DrawsMasks*>(&inner) != nullptr; });
+    for (const nn::PassState* const state : pass_states_) node.puts_back.push_back(state->now());
     std::optional<nn::Unwatched> our_own(std::in_place);
     for (const c10::IValue& value : inputs) {
       require(!value.isCapsule() && !value.isObject(), "pipeline: ", where_.text(),
@@ -149,6 +146,7 @@ class Recorder final : public nn::OperatorWatcher {
     }
     for (const auto& item : module.named_parameters()) hold(node, item.value());
     for (const auto& item : module.named_buffers()) hold(node, item.value());
+    if (std::optional<nn::Values> looks = looks_as_before(node)) return called(std::move(node), std::move(*looks));
     std::set<int> touched(node.state.begin(), node.state.end());
     for_each_use(node, [&](int value) { touched.insert(value); });
     std::map<int, int64_t> versions;
@@ -156,23 +154,20 @@ class Recorder final : public nn::OperatorWatcher {
 
     our_own.reset();
     const nn::Values given = inputs;
-    const std::vector<size_t> hooks = hooks_of(given);
+    const std::vector<KnownTensors::Hooks> hooks = hooks_of(given);
     nn::Values outputs = run_inside(node, std::move(inputs), next);
     our_own.emplace();
     auto before = hooks.begin();
     for (const c10::IValue& value : given) {
       for_tensors(value, [&](const at::Tensor& tensor) {
-        known_.hooked_inside(tensor, *before++);
+        if (const auto number = known_.hooked_inside(tensor, *before++)) node.hooked.push_back(*number);
         return tensor;
       });
     }
     for (const auto& [value, version] : versions) {
       if (known_.version(value) != version) add_write(node, value);
     }
-    for (const c10::IValue& value : outputs) node.results.push_back(result_slot(value));
-    finish(std::move(node));
-    graph_.spans.push_back({path, graph_.size() - 1, graph_.size()});
-    return outputs;
+    return called(std::move(node), std::move(outputs));
   }
 
   /// A module whose insides are told apart.
@@ -198,15 +193,109 @@ class Recorder final : public nn::OperatorWatcher {
   }
 
   /// Of each of their tensors.
-  static std::vector<size_t> hooks_of(const nn::Values& values) {
-    std::vector<size_t> hooks;
+  static std::vector<KnownTensors::Hooks> hooks_of(const nn::Values& values) {
+    std::vector<KnownTensors::Hooks> hooks;
     for (const c10::IValue& value : values) {
       for_tensors(value, [&](const at::Tensor& tensor) {
-        hooks.push_back(KnownTensors::hooks_of(tensor));
+        hooks.emplace_back(tensor);
         return tensor;
       });
     }
     return hooks;
+  }
+
+  void note_pass_states(const torch::nn::Module& module) {
+    const auto* const ours = dynamic_cast<const nn::Module*>(&module);
+    if (ours == nullptr || !ours->intercepted()) return;
+    for (const auto& interceptor : *ours->chain()) {
+      const auto* const state = dynamic_cast<const nn::PassState*>(interceptor.get());
+      if (state != nullptr && std::ranges::find(pass_states_, state) == pass_states_.end()) pass_states_.push_back(state);
+    }
+  }
+
+  nn::Values called(Node node, nn::Values outputs) {
+    for (const c10::IValue& value : outputs) node.results.push_back(result_slot(value));
+    graph_.spans.push_back({node.path, graph_.size(), graph_.size() + 1});
+    finish(std::move(node));
+    return outputs;
+  }
+
+  /// What the call gave in the pass that this one is compared with, in looks: what a module counts, or draws on the host, goes on as if nobody had looked.
+  /// Nothing where the module has to run: there is no such pass, it gives numbers, or it changes what it is given.
+  std::optional<nn::Values> looks_as_before(Node& node) const {
+    if (compared_ == nullptr || graph_.size() >= compared_->size()) return std::nullopt;
+    const Node& then = compared_->nodes[static_cast<size_t>(graph_.size())];
+    const bool is_same =
+        then.call && then.path == node.path && then.state == node.state && std::ranges::equal(then.arguments, node.arguments, {}, &Slot::values, &Slot::values);
+    if (!is_same || std::ranges::any_of(then.writes, [&](int value) { return !compared_->values[static_cast<size_t>(value)].is_state(); })) return std::nullopt;
+    std::map<int, at::Tensor> made, memory;
+    nn::Values looks;
+    for (const Slot& slot : then.results) {
+      for (const int value : slot.values) {
+        if (value < 0 || made.contains(value)) continue;
+        const at::Tensor look = look_of(value, memory);
+        if (!look.defined()) return std::nullopt;
+        made.emplace(value, look);
+      }
+      const auto look = [&](int value) { return value < 0 ? at::Tensor() : made.at(value); };
+      if (slot.kind == Slot::Kind::Tensor) {
+        looks.emplace_back(look(slot.values[0]));
+      } else if (slot.kind == Slot::Kind::List) {
+        std::vector<at::Tensor> tensors;
+        for (const int value : slot.values) tensors.push_back(look(value));
+        looks.emplace_back(std::move(tensors));
+      } else if (slot.plain.isNone() || slot.plain.isTensor()) {  // one that is undefined
+        looks.push_back(slot.plain);
+      } else {
+        return std::nullopt;
+      }
+    }
+    node.writes = then.writes;
+    node.hooked = then.hooked;
+    return looks;
+  }
+
+  /// A tensor that is there already, a view of one, or of new memory, which goes into `memory`, by its number; undefined where none is like it.
+  at::Tensor look_of(int value, std::map<int, at::Tensor>& memory) const {
+    const int number = graph_.size();
+    const Value& then = compared_->values[static_cast<size_t>(value)];
+    const auto there = [&](int one) { return one < static_cast<int>(graph_.values.size()) ? known_.tensor_of(one) : at::Tensor(); };
+    if (then.maker != number) return there(value);
+    const Form& form = then.form_before(number + 1);
+    bool is_new = true;
+    at::Tensor base;
+    for (size_t v = 0; v < compared_->values.size() && !base.defined(); ++v) {
+      const Value& other = compared_->values[v];
+      if (other.storage != then.storage || other.maker >= number) continue;
+      is_new = false;
+      base = there(static_cast<int>(v));
+    }
+    if (is_new) {
+      at::Tensor& made = memory[then.storage];
+      if (!made.defined()) made = new_memory(then.storage, form.dtype);
+      base = made;
+    }
+    if (!base.defined() || base.scalar_type() != form.dtype) return {};
+    const at::Tensor look = base.as_strided(form.sizes, form.strides, form.offset);
+    return look.requires_grad() == form.requires_grad ? look : form.requires_grad ? at::Tensor() : look.detach();
+  }
+
+  /// For all that the call made in it.
+  at::Tensor new_memory(int storage, at::ScalarType dtype) const {
+    const int number = graph_.size();
+    int64_t elements = 0;
+    bool requires_grad = false;
+    for (const Value& value : compared_->values) {
+      if (value.storage != storage || value.maker != number) continue;
+      const Form& form = value.form_before(number + 1);
+      int64_t last = form.offset;
+      for (size_t d = 0; d < form.sizes.size(); ++d) last += std::max<int64_t>(form.sizes[d] - 1, 0) * form.strides[d];
+      elements = std::max(elements, last + 1);
+      requires_grad |= form.requires_grad;
+    }
+    at::Tensor made = at::empty({elements}, at::device(at::kMeta).dtype(dtype));
+    if (requires_grad) torch::autograd::create_gradient_edge(made, c10::make_intrusive<torch::autograd::Error>("a pass that is compared has no backward"));
+    return made;
   }
 
   static void add_write(Node& node, int value) {
@@ -339,6 +428,8 @@ class Recorder final : public nn::OperatorWatcher {
   Graph graph_;
   Where where_;
   KnownTensors known_;
+  const Graph* compared_;  ///< null: nothing
+  std::vector<const nn::PassState*> pass_states_;
   std::unordered_map<const c10::TensorImpl*, int> state_;
   std::unordered_map<const c10::TensorImpl*, std::pair<at::Tensor, at::Tensor>> shadows_;
   Node* inside_ = nullptr;  ///< the module whose call is under way as a whole
@@ -360,9 +451,9 @@ class CallsOf final : public nn::Interceptor {
 
 }  // namespace
 
-Graph record(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs,
-             const std::function<bool(const std::string& path)>& inside) {
-  const auto recorder = std::make_shared<Recorder>(root);
+Graph record(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs, const std::function<bool(const std::string& path)>& inside,
+             const Graph* compared) {
+  const auto recorder = std::make_shared<Recorder>(root, compared);
   Attachment attached;
   std::set<const torch::nn::Module*> seen;
   root.apply([&](const std::string& path, torch::nn::Module& module) {

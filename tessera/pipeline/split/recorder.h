@@ -24,7 +24,10 @@ using Forward = std::function<std::vector<at::Tensor>(const std::vector<at::Tens
 /// values, autograd Functions and hooks outside of our modules, requires_grad that is changed by hand, writes into what is neither parameter nor buffer.
 /// Not seen, and wrong in a replay: a host that reads through data_ptr() (null here), and numbers and control flow that depend on anything but the inputs'
 /// shapes (SplitModel records again, now and then, and compares).
-Graph record(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs,
-             const std::function<bool(const std::string& path)>& inside);
+///
+/// `compared`: the graph of a pass with the same inputs and modes that this one's will be held against. A module that is one node there is not called again:
+/// its results are such as they were; but one that changes what it is given, or gives numbers, is.
+Graph record(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs, const std::function<bool(const std::string& path)>& inside,
+             const Graph* compared = nullptr);
 
 }  // namespace tessera::tape

@@ -27,7 +27,10 @@ uint64_t fingerprint_of(const Graph& graph, const Stages& stages) {
   Hasher hasher;
   hasher.update(text.data(), text.size());
   for (const StagePlan& stage : stages.stages) hasher.update(&stage.begin, sizeof stage.begin);
-  for (const Crossing& crossing : stages.crossings) hasher.update(&crossing.gradient, sizeof crossing.gradient);
+  for (const Crossing& crossing : stages.crossings) {
+    hasher.update(&crossing.gradient, sizeof crossing.gradient);
+    for (const int one : {crossing.value, crossing.from, crossing.to}) hasher.update(&one, sizeof one);  // no operator shows what a module hooks
+  }
   constexpr size_t most = 1 << 16;  // of a constant, so that a large one costs nothing
   std::set<int> written;            // by operators, and nothing before
   for (const Node& node : graph.nodes) {
@@ -52,8 +55,9 @@ State state_of(const torch::nn::Module& root) {
 }
 
 Recording make_recording(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs, const pipeline::SplitSpec& splits,
-                         const State& state) {
-  const auto graph = std::make_shared<const Graph>(record(root, forward, inputs, [&](const std::string& path) { return is_above_a_split(path, splits); }));
+                         const State& state, const Graph* compared) {
+  const auto inside = [&](const std::string& path) { return is_above_a_split(path, splits); };
+  const auto graph = std::make_shared<const Graph>(record(root, forward, inputs, inside, compared));
   Recording recording{.graph = graph, .stages = plan_stages(*graph, choose_cuts(root, *graph, splits)), .programs = {}};
   for (int stage = 0; stage < recording.stages.size(); ++stage) recording.programs.emplace_back(graph, recording.stages, stage, state);
   recording.fingerprint = fingerprint_of(*graph, recording.stages);

@@ -26,8 +26,9 @@ struct Recording {
 /// Parameters and buffers of `root` under all their names.
 State state_of(const torch::nn::Module& root);
 
+/// `compared`: see record().
 Recording make_recording(torch::nn::Module& root, const Forward& forward, const std::vector<at::Tensor>& inputs, const pipeline::SplitSpec& splits,
-                         const State& state);
+                         const State& state, const Graph* compared = nullptr);
 
 /// What a recording depends on beside the inputs: the mode of every module, autocast, and whether gradients are taken.
 std::string mode_of(const std::vector<std::shared_ptr<torch::nn::Module>>& modules);

@@ -1,6 +1,7 @@
 #include "tessera/pipeline/split/split.h"
 
 #include <algorithm>
+#include <exception>
 #include <map>
 #include <optional>
 #include <set>
@@ -121,8 +122,8 @@ struct SplitModel::State {
     return std::ranges::any_of(root->parameters(), [](const at::Tensor& parameter) { return nn::owner_of(parameter) != nullptr; });
   }
 
-  std::shared_ptr<const tape::Recording> record(const std::vector<at::Tensor>& inputs) const {
-    return std::make_shared<const tape::Recording>(tape::make_recording(*root, forward, inputs, splits, tape::state_of(*root)));
+  std::shared_ptr<const tape::Recording> record(const std::vector<at::Tensor>& inputs, const tape::Graph* compared = nullptr) const {
+    return std::make_shared<const tape::Recording>(tape::make_recording(*root, forward, inputs, splits, tape::state_of(*root), compared));
   }
 
   /// The first of a mode is made until two in a row are the same: a forward may keep a table that it makes once, and must not count.
@@ -204,12 +205,21 @@ struct SplitModel::State {
     kept.fits = true;
   }
 
+  /// Without calls of modules that are recorded whole. What these leave in members may be missing then, so it takes a whole pass to say that it is another one.
+  bool is_the_same(const Kept& kept, int micro_batch) const {
+    try {
+      return record(inputs_for(micro_batch), kept.recording->graph.get())->fingerprint == kept.recording->fingerprint;
+    } catch (const std::exception&) {
+      return false;
+    }
+  }
+
   /// While a wrapper counts passes, a recording would be one more to it.
   void check_still_the_same(Kept& kept, int stage, int micro_batch) {
     if (!first_in_a_step) first_in_a_step = {stage, micro_batch};
     if (*first_in_a_step != std::pair(stage, micro_batch)) return;
     if (kept.passes == 0) refuse_later_cuts();
-    if (!is_checked(++kept.passes) || is_wrapped()) return;
+    if (!is_checked(++kept.passes) || is_wrapped() || is_the_same(kept, micro_batch)) return;
     const auto again = record(inputs_for(micro_batch));
     require(again->fingerprint == kept.recording->fingerprint, "pipeline: the forward of ", tape::short_name(root->name()),
             " is not the one that was recorded: ", tape::first_difference(*kept.recording->graph, *again->graph), kFrozenWayOut);
@@ -394,7 +404,8 @@ void SplitModel::check_agreement(const comm::Group& group) const {
   for (int rank = 0; rank < group.size(); ++rank) {
     require(all.data_ptr<int64_t>()[rank] == all.data_ptr<int64_t>()[0], "pipeline: ranks 0 and ", rank, " of group '", group.name(),
             "' have recorded different graphs of ", tape::short_name(state_->root->name()),
-            "; build the same model on every rank, give expect() the same shapes, say the same of train_from(), and switch train() and autocast alike");
+            "; build the same model on every rank, give expect() the same shapes, say the same of train_from(), switch train() and autocast alike, and let "
+            "modules hook what they are given on all ranks or on none");
   }
 }
 

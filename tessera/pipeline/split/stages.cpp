@@ -12,7 +12,8 @@
 
 // From a list of operators and the places where it is cut: what each stage holds, is sent and makes again. A value goes straight from the stage that made it
 // to each stage that uses it, past those between. Writes in place decide the rest: a value that a stage has changed is handed on by that stage, memory that is
-// read through two tensors may not be cut in two, and what comes from elsewhere is copied before it is written into.
+// read through two tensors may not be cut in two, and what comes from elsewhere is copied before it is written into. A value that a stage hooks it hands on,
+// too.
 //
 // A gradient comes back for a value where an operator behind the cut uses it and has a part in the gradient of an output: one pass backward over the list
 // finds those (`differentiated_`). Values that are made of numbers alone, as masks are, cost nothing to make and would cost a message (`free_`).
@@ -34,13 +35,15 @@ namespace {
 
 class Planner {
  public:
-  Planner(const Graph& graph, const std::vector<int>& cuts) : graph_(graph), uses_(graph.values.size()), writes_(graph.values.size()) {
+  Planner(const Graph& graph, const std::vector<int>& cuts)
+      : graph_(graph), uses_(graph.values.size()), writes_(graph.values.size()), hooks_(graph.values.size()) {
     for (size_t s = 0; s <= cuts.size(); ++s) {
       plan_.stages.push_back({.begin = s == 0 ? 0 : cuts[s - 1], .end = s == cuts.size() ? graph.size() : cuts[s]});
     }
     for (int node = 0; node < graph.size(); ++node) {
       const int stage = stage_of(plan_, node);
       for_each_use(graph.nodes[static_cast<size_t>(node)], [&](int value) { uses_[static_cast<size_t>(value)].insert(stage); });
+      for (const int value : graph.nodes[static_cast<size_t>(node)].hooked) hooks_[static_cast<size_t>(value)].insert(stage);
       for (const int value : graph.nodes[static_cast<size_t>(node)].writes) {
         uses_[static_cast<size_t>(value)].insert(stage);
         writes_[static_cast<size_t>(value)].insert(stage);
@@ -101,12 +104,13 @@ class Planner {
     }
   }
 
-  /// Values that are made of nothing but numbers and constants, the same ones each time: a stage makes them again rather than being sent them.
+  /// Values that operators make of nothing but numbers and constants, the same ones each time: a stage makes them again rather than being sent them. Another
+  /// call of a module may give others, for it may count, or draw.
   void find_free() {
     free_.assign(graph_.values.size(), false);
     for (int i = 0; i < graph_.size(); ++i) {
       const Node& node = graph_.nodes[static_cast<size_t>(i)];
-      bool is_free = node.writes.empty() && node.state.empty() && !node.draws && !(node.op && node.op->hasTag(at::Tag::nondeterministic_seeded));
+      bool is_free = node.op && node.writes.empty() && !node.op->hasTag(at::Tag::nondeterministic_seeded);
       for_each_use(node, [&](int v) { is_free &= free_[static_cast<size_t>(v)] || (value(v).kind == Value::Kind::Constant && is_unwritten(v)); });
       for_each_result(node, [&](int v) { is_free &= value(v).maker == i && is_unwritten(v) && !value(v).last_form().requires_grad; });
       for_each_result(node, [&](int v) { free_[static_cast<size_t>(v)] = is_free; });
@@ -151,9 +155,10 @@ class Planner {
           add_crossing(v, source, s);
         }
       }
-      // Whoever changes it hands it on from there.
+      // Whoever changes it, or is to see all of its gradient, hands it on from there.
       const auto written = written_storages_.find(value(v).storage);
-      if (written != written_storages_.end() && written->second.contains(s)) source = std::max(source, s);
+      const bool is_written = written != written_storages_.end() && written->second.contains(s);
+      if (is_written || hooks_[static_cast<size_t>(v)].contains(s)) source = std::max(source, s);
     }
   }
 
@@ -238,8 +243,8 @@ class Planner {
 
   const Graph& graph_;
   Stages plan_;
-  std::vector<std::set<int>> uses_, writes_;       ///< stages, by value
-  std::map<int, std::set<int>> written_storages_;  ///< stages that write into it
+  std::vector<std::set<int>> uses_, writes_, hooks_;  ///< stages, by value
+  std::map<int, std::set<int>> written_storages_;     ///< stages that write into it
   std::map<int, std::vector<int>> by_storage_;
   std::vector<bool> differentiated_;  ///< nodes
   std::vector<bool> free_;            ///< values
