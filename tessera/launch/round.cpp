@@ -228,6 +228,12 @@ class Look {
       proposal.reason = describe_lost();
       return propose(proposal);
     }
+    if (ended_by_itself()) {
+      proposal.cause = Cause::Lost;
+      proposal.reason = detail::concat("node ", self_.node.id, " (", self_.node.address, ", ", ranks_of(round_, self_.node.id),
+                                       ") ended its ranks while the rendezvous did not answer");
+      return propose(proposal);
+    }
     if (all_members([](const NodeReport& record) { return record.done; })) return propose(end(std::move(proposal), 0, ""));
     const std::vector<Node> joiners = alive(round_.waiting);
     const bool finishing = any_member([](const NodeReport& record) { return record.done; });
@@ -242,6 +248,12 @@ class Look {
       return propose(proposal);
     }
     return wait();
+  }
+
+  /// As it does where nobody answers for long, and then the others answer again, who know of nothing.
+  bool ended_by_itself() const {
+    const NodeReport& record = self_.record;
+    return record.round == round_.number && !record.running && !record.done && record.failures.empty();
   }
 
   Round interrupted(Round proposal) const {
@@ -470,7 +482,7 @@ Round taken_over(const Round& seen, const std::string& server, int quorum) {
 std::optional<Round> caught_up(const Round& there, const Round& seen, const std::string& server) {
   // Two rounds of one number are told apart by their workers' store, which is a new one each time.
   const bool later = there.number > seen.number || (there.number == seen.number && there.master == seen.master);
-  if (later || there.phase == Phase::Finished) return std::nullopt;
+  if (later || there.phase == Phase::Finished || there.job != seen.job) return std::nullopt;
   return taken_over(seen, server, there.quorum);
 }
 

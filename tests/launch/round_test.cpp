@@ -1008,5 +1008,25 @@ TEST(Round, SaysInWhichJobANodeWaitsForAPlace) {
   EXPECT_EQ(missing_place(round, "c", rules), "");
 }
 
+/// The agent that serves was paused, and comes back before anybody has taken over.
+TEST(Round, RanksThatWereEndedWhileNobodyAnsweredStartAgain) {
+  Job job(2, {.min_nodes = 2, .max_nodes = 2});
+  job.pass(8);
+  ASSERT_THAT(job[1].started, ElementsAre(1));
+  job[1].self.record.running = false;
+  job.pass(20);
+  for (const size_t i : {0, 1}) EXPECT_THAT(job[i].started, ElementsAre(1, 2)) << i;
+  EXPECT_EQ(job.round().restarts, 0);
+  EXPECT_THAT(job.round().reason, HasSubstr("ended its ranks while the rendezvous did not answer"));
+}
+
+TEST(Round, ASpareStoreOfAnotherJobIsNotTakenForOnesOwn) {
+  const Round seen{.phase = Phase::Running, .number = 4, .job = "one"};
+  Round there{.phase = Phase::Running, .number = 2, .job = "one"};
+  EXPECT_TRUE(caught_up(there, seen, "n0"));
+  there.job = "two";
+  EXPECT_FALSE(caught_up(there, seen, "n0")) << "it counts its own rounds";
+}
+
 }  // namespace
 }  // namespace tessera::launch

@@ -66,7 +66,7 @@ tessera_sim_suite(tensor_parallel LEFT_OUT
   LayoutRules.FeaturesAreFollowed LayoutRules.PositionsAreFollowed TensorParallel.PaddingIsTheRowOfTheWholeVocabulary
   *VocabularyHead.SmoothsAndBoundsLogitsAsOneDeviceDoes* VocabularyHeads.UnevenPartsMeetEquallyOften RandomPlans.*  # tensors of another rank's device
   *VocabularyHead.PlainOperatorsMeetAsTheFusedOneDoes* *WorldSizes.MasksOfASequenceWithoutABatchAreThoseOfOneDevice* OwnLoopOfParts.Masks*
-  OwnLoopOfParts.WeightsOfAttention* OwnLoopOfParts.OneRanksPartsOfUnknown*
+  OwnLoopOfParts.TheStreamIsNot* OwnLoopOfParts.Repeated* OwnLoopOfParts.WeightsOfAttention* OwnLoopOfParts.OneRanksPartsOfUnknown*
   VocabularyHeads.AnIdThatIsInNoVocabularyIsRefused                  # a device would have to be waited for
   Overlap.WhatAProductHidesIsOnItsWayWhenItBegins VocabularyHeads.EvaluationIsThePlainCrossEntropy)
 tessera_sim_suite(context_parallel)
