@@ -1,5 +1,6 @@
 #include "tessera/kernels/grouped_linear.h"
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <numeric>
@@ -137,11 +138,12 @@ struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
 
 }  // namespace
 
-std::vector<int64_t> group_sizes(const at::Tensor& counts, int64_t rows) {
+std::vector<int64_t> group_sizes(const at::Tensor& counts, int64_t rows, int64_t few) {
   const int64_t groups = counts.size(0);
   std::vector<int64_t> sizes(static_cast<size_t>(groups));
   if (counts.is_meta()) {
-    for (int64_t group = 0; group < groups; ++group) sizes[static_cast<size_t>(group)] = rows / groups + (group < rows % groups ? 1 : 0);
+    const int64_t taking = few > 0 ? std::min(few, groups) : groups;
+    for (int64_t group = 0; group < taking; ++group) sizes[static_cast<size_t>(group)] = rows / taking + (group < rows % taking ? 1 : 0);
     return sizes;
   }
   const auto read = host_read_all(counts, 0);

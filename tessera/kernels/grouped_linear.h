@@ -11,8 +11,8 @@
 namespace tessera::kernels {
 
 /// How many rows each group has, on the host: `counts` [E] int64 of which sum <= rows. A CPU's counts lie there already; a device's are read once, through
-/// host_read; a dry run, which has none, gets an even load of all `rows`.
-std::vector<int64_t> group_sizes(const at::Tensor& counts, int64_t rows);
+/// host_read; a dry run, which has none, gets an even load of all `rows`, over the first `few` groups where that is not 0.
+std::vector<int64_t> group_sizes(const at::Tensor& counts, int64_t rows, int64_t few = 0);
 
 /// Products of groups of rows with a weight each: group e, the sizes[e] rows behind those of the groups before, is multiplied with weight[e] transposed.
 ///   x [N, I], weight [E, O, I] of one dtype; with `fp8`, as fp8_linear, any      result [N, O] of that dtype, or fp8's; rows behind the last group are zero

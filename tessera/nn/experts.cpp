@@ -1,15 +1,11 @@
 #include "tessera/nn/experts.h"
 
-#include <algorithm>
-#include <vector>
-
 #include <ATen/ops/empty.h>
 #include <torch/nn/init.h>
 
 #include "tessera/core/error.h"
 #include "tessera/kernels/grouped_linear.h"
 #include "tessera/kernels/swiglu.h"
-#include "tessera/layout/slice.h"
 #include "tessera/nn/calls.h"
 #include "tessera/nn/dry_sizes.h"
 #include "tessera/nn/linear.h"
@@ -34,25 +30,12 @@ GroupedExpertsImpl::GroupedExpertsImpl(int64_t experts, int64_t dim, int64_t ffn
   w3 = add("w3", ffn_dim, dim, std);
 }
 
-namespace {
-
-/// In a dry run all rows in the few experts that they can come to, where it asks for that.
-std::vector<int64_t> rows_by_expert(const at::Tensor& counts, int64_t rows, bool goes_by_rows) {
-  const int64_t few = std::min(DryGroupsScope::now(), counts.size(0));
-  if (!counts.is_meta() || !goes_by_rows || few == 0) return kernels::group_sizes(counts, rows);
-  std::vector<int64_t> sizes(static_cast<size_t>(counts.size(0)));
-  for (int64_t expert = 0; expert < few; ++expert) sizes[static_cast<size_t>(expert)] = chunk(rows, few, expert).second;
-  return sizes;
-}
-
-}  // namespace
-
 at::Tensor GroupedExpertsImpl::forward(const at::Tensor& x, const at::Tensor& counts) {
   if (bypassed(*this)) return call(*this, x, counts);
   require(x.dim() == 2 && x.size(1) == dim_ && counts.dim() == 1, "GroupedExperts: expects sorted tokens [N, ", dim_, "] and counts [E], not ", x.sizes(),
           " and ", counts.sizes());
   const auto dtype = compute_dtype().value_or(in_use(w1).scalar_type());
-  const auto sizes = rows_by_expert(counts, x.size(0), fp8_.has_value());
+  const auto sizes = kernels::group_sizes(counts, x.size(0), fp8_ ? DryGroupsScope::now() : 0);
   const at::Tensor tokens = cast(x, dtype);
   const auto fp8 = fp8_ ? std::optional(Fp8Products{.out_dtype = dtype, .scaling = *fp8_}) : std::nullopt;
   const auto multiply = [&](const at::Tensor& rows, const at::Tensor& weight) {
