@@ -14,6 +14,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include "tessera/core/error.h"
 #include "tessera/core/once_differentiable.h"
@@ -119,7 +120,7 @@ struct DoubleScales {
 void write_codes(const float* whole, const std::vector<float>& scales, const QuantizedMatrix& matrix) {
   const QuantizeForm& form = matrix.form;
   const MatrixPart& part = matrix.part;
-  const int64_t width = matrix.codes.size(1);
+  const int64_t width = matrix.codes.stride(0);
   auto* const codes = static_cast<uint8_t*>(matrix.codes.data_ptr());
   parallel_for(0, part.rows, 16, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
@@ -149,7 +150,7 @@ void write_scales(const std::vector<float>& scales, QuantizedMatrix& matrix) {
     const RowBlocks blocks(matrix.part, form.block, row);
     for (int64_t k = 0; k < blocks.count(matrix.part, form.block); ++k) {
       const auto at = static_cast<size_t>(blocks.first + k);
-      const int64_t place = row * matrix.scales.size(1) + k;
+      const int64_t place = row * matrix.scales.stride(0) + k;
       if (coded) {
         matrix.scales.mutable_data_ptr<uint8_t>()[place] = coded->codes[at];
       } else {
@@ -163,14 +164,14 @@ void write_scales(const std::vector<float>& scales, QuantizedMatrix& matrix) {
 
 /// Scales of a row's blocks as they multiply, in `made` where they are kept in 8 bits.
 const float* scales_of(const QuantizedMatrix& matrix, int64_t row, std::vector<float>& made) {
-  const int64_t width = matrix.scales.size(1), place = row * width;
+  const int64_t place = row * matrix.scales.stride(0);
   if (!matrix.form.double_scales) return matrix.scales.const_data_ptr<float>() + place;
   const auto& numbers = dynamic_map(/*is_signed=*/true);
   const int64_t first = RowBlocks(matrix.part, matrix.form.block, row).first, from = first_outer(matrix.part, matrix.form.block);
   const auto* const codes = matrix.scales.const_data_ptr<uint8_t>() + place;
   const float* const outer = matrix.outer.const_data_ptr<float>();
   const int64_t blocks = RowBlocks(matrix.part, matrix.form.block, row).count(matrix.part, matrix.form.block);
-  made.resize(static_cast<size_t>(width));
+  made.resize(static_cast<size_t>(blocks));
   for (int64_t k = 0; k < blocks; ++k) {
     made[static_cast<size_t>(k)] = numbers[codes[k]] * outer[(first + k) / kScalesOfOne - from] + static_cast<float>(matrix.mean);
   }
@@ -180,7 +181,7 @@ const float* scales_of(const QuantizedMatrix& matrix, int64_t row, std::vector<f
 /// On the CPU, by the vector loops (cpu/loops_quantized.h).
 void read_rows(const QuantizedMatrix& matrix, int64_t first, int64_t count, const at::Tensor& out) {
   const MatrixPart& part = matrix.part;
-  const int64_t width = matrix.codes.size(1);
+  const int64_t width = matrix.codes.stride(0);
   const auto* const codes = static_cast<const uint8_t*>(matrix.codes.const_data_ptr());
   const auto type = out.scalar_type() == at::kFloat ? cpu::Type::Float : cpu::Type::BFloat16;
   auto* const to = static_cast<std::byte*>(out.data_ptr());
@@ -211,11 +212,14 @@ void for_each_tile(const QuantizedMatrix& matrix, at::ScalarType dtype, const Us
 }
 
 struct Held : torch::CustomClassHolder {
-  explicit Held(std::shared_ptr<const QuantizedMatrix> matrix) : matrix(std::move(matrix)) {}
-  std::shared_ptr<const QuantizedMatrix> matrix;
+  explicit Held(MatrixSource source) : source(std::move(source)) {}
+  MatrixSource source;
 };
 
-at::Tensor multiply(const at::Tensor& x, const QuantizedMatrix& matrix) {
+at::Tensor multiply(const at::Tensor& x, const MatrixSource& source) {
+  const std::shared_ptr<const QuantizedMatrix> held = source();
+  const QuantizedMatrix& matrix = *held;
+  require(x.size(-1) == matrix.part.columns, "a quantized weight of ", matrix.part.columns, " columns cannot multiply an input of shape ", x.sizes());
   auto sizes = x.sizes().vec();
   sizes.back() = matrix.part.rows;
   const at::Tensor y = at::empty(sizes, x.options().requires_grad(false));
@@ -226,22 +230,26 @@ at::Tensor multiply(const at::Tensor& x, const QuantizedMatrix& matrix) {
 struct QuantizedLinear : torch::autograd::Function<QuantizedLinear> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const c10::intrusive_ptr<Held>& held) {
     context->saved_data["held"] = c10::IValue::make_capsule(held);
-    return multiply(x, *held->matrix);
+    return multiply(x, held->source);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, const torch::autograd::variable_list& grads) {
-    const auto held = c10::static_intrusive_pointer_cast<Held>(context->saved_data["held"].toCapsule());
     const at::NoGradGuard no_grad;
+    const auto held = c10::static_intrusive_pointer_cast<Held>(context->saved_data["held"].toCapsule());
+    require(held->source != nullptr, "backward through a product with a quantized weight a second time; give the first one retain_graph = true");
+    const auto matrix = held->source();
+    // What is kept for backward goes with it, as saved tensors do, and not with the graph.
+    if (!torch::autograd::get_current_graph_task_keep_graph()) held->source = nullptr;
     const at::Tensor dy = grads[0].detach();
     auto sizes = dy.sizes().vec();
-    sizes.back() = held->matrix->part.columns;
+    sizes.back() = matrix->part.columns;
     at::Tensor dx;
-    for_each_tile(*held->matrix, dy.scalar_type(), [&](int64_t row, int64_t count, const at::Tensor& tile) {
+    for_each_tile(*matrix, dy.scalar_type(), [&](int64_t row, int64_t count, const at::Tensor& tile) {
       const at::Tensor term = kernels::linear_input_gradient(dy.narrow(-1, row, count), tile, sizes);
       if (dx.defined()) {
         dx.add_(term);
       } else {  // of several tiles in fp32, so that errors do not grow with their number
-        dx = count < held->matrix->part.rows ? term.to(at::toOpMathType(dy.scalar_type())) : term;
+        dx = count < matrix->part.rows ? term.to(at::toOpMathType(dy.scalar_type())) : term;
       }
     });
     dx = dx.defined() ? dx.to(dy.scalar_type()) : at::zeros(sizes, dy.options());
@@ -308,9 +316,12 @@ at::Tensor dequantize(const QuantizedMatrix& matrix, int64_t first, int64_t coun
 }
 
 at::Tensor quantized_linear(const at::Tensor& x, const std::shared_ptr<const QuantizedMatrix>& matrix) {
-  require(x.size(-1) == matrix->part.columns, "a quantized weight of ", matrix->part.columns, " columns cannot multiply an input of shape ", x.sizes());
-  if (!at::GradMode::is_enabled() || !x.requires_grad()) return multiply(x, *matrix);
-  return QuantizedLinear::apply(x, c10::make_intrusive<Held>(matrix));
+  return quantized_linear(x, [matrix] { return matrix; });
+}
+
+at::Tensor quantized_linear(const at::Tensor& x, const MatrixSource& source) {
+  if (!at::GradMode::is_enabled() || !x.requires_grad()) return multiply(x, source);
+  return QuantizedLinear::apply(x, c10::make_intrusive<Held>(source));
 }
 
 }  // namespace tessera::kernels

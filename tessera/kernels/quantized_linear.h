@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include <ATen/core/Tensor.h>
@@ -30,7 +31,7 @@ struct MatrixPart {
   int64_t row = 0, rows = 0, column = 0, columns = 0, whole_columns = 0;
 };
 
-/// A part of a matrix in fewer bits.
+/// A part of a matrix in fewer bits. Rows may lie apart, as codes and scales do that are one row in memory.
 ///   codes   int8 [rows, columns]; NF4: uint8 [rows, ceil(columns / 2)], the first of two in the high bits
 ///   scales  fp32 [rows, K], K the most blocks that a row touches; with double_scales codes of them, uint8 [rows, K]
 ///   outer   with double_scales fp32 [K']: for each run of 256 logical blocks, from the part's first to its last, what its scales are multiplied by
@@ -54,5 +55,9 @@ at::Tensor dequantize(const QuantizedMatrix& matrix, int64_t first, int64_t coun
 /// x [..., columns] times the matrix transposed: [..., rows], in x's dtype; differentiable in x, once. Never the whole weight at once: tiles of rows, of about
 /// 4 MB each, are made and multiplied, forward and again in backward. Kept for backward: nothing but the codes.
 at::Tensor quantized_linear(const at::Tensor& x, const std::shared_ptr<const QuantizedMatrix>& matrix);
+
+/// The same by a matrix that is brought for each product, forward and again in backward, and let go of behind it.
+using MatrixSource = std::function<std::shared_ptr<const QuantizedMatrix>()>;
+at::Tensor quantized_linear(const at::Tensor& x, const MatrixSource& source);
 
 }  // namespace tessera::kernels

@@ -67,7 +67,7 @@ Estimator::Estimator(const Config& config, int world, const Machine& machine) : 
   precision::settle_compute(config_, at::kMeta, precision::Saying::Silent);  // of a caller who has not
   active_ = static_cast<double>(num_active_parameters(config.model));
   const CountedElements counted = count_elements(config);
-  quantized_ = counted.quantized_bytes;
+  kept_of_dense_.quantized = counted.quantized_bytes;
   for (const PlacedElements& kind : counted.elements) {
     Elements& elements = kind.trained ? trained_ : frozen_;
     (kind.expert ? elements.experts : elements.dense) += kind.count;
@@ -111,12 +111,12 @@ struct Estimator::Memory {
 
 Estimator::Memory Estimator::memory_of(const LayoutChoice& choice, const Work& work) const {
   const ModelConfig& model = config_.model;
-  // Whatever deals experts, what is sharded of them is so over all ranks of dp_shard, cp and tp; and nothing shards what is in fewer bits.
+  // Whatever deals experts, what is sharded of them is so over all ranks of dp_shard, cp and tp.
   const auto dense = kept_per_parameter(kept_of_dense_, choice.stage, choice.shard * choice.cp),
              experts = kept_per_parameter(kept_of_experts_, choice.stage, choice.shard * choice.cp, choice.tp / parts_of_experts(choice));
   const double optimizer = (dense.state + experts.state) / choice.tp / choice.pp;
   double state =
-      (dense.weight + dense.gradient + experts.weight + experts.gradient + quantized_) / choice.tp / choice.pp + (choice.host_optimizer ? 0 : optimizer);
+      (dense.weight + dense.gradient + dense.quantized + experts.weight + experts.gradient) / choice.tp / choice.pp + (choice.host_optimizer ? 0 : optimizer);
   if (choice.offload) state = 0;
 
   const auto per_token = static_cast<double>(model.experts_per_token);

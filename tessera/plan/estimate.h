@@ -48,7 +48,6 @@ class Estimator {
   Elements trained_{}, frozen_{};
   BytesPerParameter kept_of_dense_{}, kept_of_experts_{};  ///< of the whole model, where nothing is sharded
   double active_ = 0;                                      ///< parameters that a token meets
-  double quantized_ = 0;                                   ///< bytes of the weights in fewer bits, whole
 };
 
 }  // namespace tessera::plan

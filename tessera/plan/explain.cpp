@@ -178,7 +178,7 @@ void add_states(const Explanation& explanation, const KeptStates& states, std::v
   rows.push_back({});
   rows.push_back({states.formats, "", "", "", flags(states.sets)});
   row("parameters", states.bytes.weight);
-  row("in fewer bits", states.bytes.quantized, "which nothing shards");
+  row("in fewer bits", states.bytes.quantized, "which ZeRO 3 alone shards");
   row("gradients", states.bytes.gradient, explanation.adapted() ? "of what is trained" : "as many");
   row("masters", states.masters);
   row("moments", states.moments(), "what the optimizer keeps");

@@ -15,6 +15,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/quantize/sharded_matrix.h"
 
 // One weight after the other is made whole, brought into its codes, and let go of, so that a model need not fit in its own type. Scales are those of the whole,
 // of which every rank that holds a part makes all: no rank has to ask another, and a block that is cut has one scale.
@@ -60,6 +61,20 @@ kernels::MatrixPart part_of(const Slice& held) {
   return {.row = box.offset[0], .rows = box.size[0], .column = box.offset[1], .columns = box.size[1], .whole_columns = held.shape.at(1)};
 }
 
+using Product = std::function<at::Tensor(const at::Tensor& x)>;
+
+Product product_of(std::shared_ptr<const kernels::QuantizedMatrix> matrix) {
+  return [matrix = std::move(matrix)](const at::Tensor& x) { return kernels::quantized_linear(x, matrix); };
+}
+
+Product product_of(std::shared_ptr<const ShardedMatrix> matrix, const Sharding& sharding) {
+  return [matrix = std::move(matrix), group = sharding.group, stays = !sharding.reshard_after_forward](const at::Tensor& x) {
+    if (stays) return kernels::quantized_linear(x, matrix->gather());
+    if (at::GradMode::is_enabled() && x.requires_grad()) group.in_backward().by_graphs = true;
+    return kernels::quantized_linear(x, [matrix] { return matrix->gather(); });
+  };
+}
+
 }  // namespace
 
 std::vector<std::string> weights_named(torch::nn::Module& root, const std::vector<std::string>& modules) {
@@ -91,10 +106,12 @@ Report quantize_weights(torch::nn::Module& root, const Options& options, at::Dev
     }
     const MemoryScope scope(MemoryCategory::Parameters);
     const auto matrix = std::make_shared<kernels::QuantizedMatrix>(kernels::quantize(whole, options.form, part_of(held), device));
-    linear->set_product([matrix](const at::Tensor& x) { return kernels::quantized_linear(x, matrix); });
+    const bool shared = options.sharding.group.size() > 1 && !nn::matches(options.sharding.whole, path);
+    const auto share = shared ? std::make_shared<ShardedMatrix>(*matrix, options.sharding.group) : nullptr;
+    linear->set_product(shared ? product_of(share, options.sharding) : product_of(matrix));
     report.weights.push_back(held.name);
-    report.elements += matrix->part.rows * matrix->part.columns;
-    report.bytes += matrix->bytes();
+    report.elements += (shared ? share->rows() : matrix->part.rows) * matrix->part.columns;
+    report.bytes += shared ? share->bytes() : matrix->bytes();
   }
   return report;
 }

@@ -131,13 +131,14 @@ void check_quantized_source(const Config& config, const SavedWeights& saved) {
           " was trained beside other weights than are there now; put those back, or name the folder where they are (--set model.from_hf=DIR)");
 }
 
-quantize::Report quantize_frozen(const Config& config, torch::nn::Module& root, at::Device device, const SavedWeights& saved) {
+quantize::Report quantize_frozen(const Config& config, torch::nn::Module& root, at::Device device, const SavedWeights& saved,
+                                 const quantize::Sharding& sharding) {
   if (config.quantize.modules.empty()) return {};
   require(device.is_cpu() || device.is_meta(), "quantize.modules = ", config.quantize.modules,
           ": weights in fewer bits are multiplied on the CPU alone in this build; set run.device = cpu, or leave quantize.modules out");
   if (saved.manifest != nullptr) check_quantized_source(config, saved);
   return quantize::quantize_weights(
-      root, {.modules = patterns_in(config.quantize.modules), .form = quantize_form(config.quantize)}, device,
+      root, {.modules = patterns_in(config.quantize.modules), .form = quantize_form(config.quantize), .sharding = sharding}, device,
       [&](const at::Tensor& weight, const at::Tensor& whole) { fill_frozen(config, saved, weight, whole); }, /*part_of_model=*/true);
 }
 

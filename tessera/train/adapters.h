@@ -34,9 +34,10 @@ bool holds_weights(const Config& config);
 bool holds_adapters(const Config& config);
 
 /// Keeps the weights that [quantize] names, of what is held here of a model on meta, in fewer bits on `device`, each made anew from where it comes from: the
-/// checkpoint, where `saved` is one that has it, else model.from_hf, else the seed. Comes when layers are cut and before anything is sharded. Throws
-/// ConfigError.
-quantize::Report quantize_frozen(const Config& config, torch::nn::Module& root, at::Device device, const SavedWeights& saved = {});
+/// checkpoint, where `saved` is one that has it, else model.from_hf, else the seed. Comes when layers are cut and before anything is sharded: `sharding` says
+/// over which ranks these weights are. Throws ConfigError.
+quantize::Report quantize_frozen(const Config& config, torch::nn::Module& root, at::Device device, const SavedWeights& saved = {},
+                                 const quantize::Sharding& sharding = {});
 
 /// What tells the files that these weights come from apart from others, for a checkpoint, which does not hold them ("quantize.from" of its agreement); empty
 /// where they come from the seed, or there are none.

@@ -455,9 +455,19 @@ void cut_over_ranks(const Config& config, const Mesh& mesh, const PipelineLayout
   });
 }
 
+/// Frozen weights in fewer bits are dealt over the ranks that parameters are. Ranks of mesh.cp may go through a layer in other numbers of tiles than others,
+/// and could not gather for each.
+quantize::Sharding code_sharding(const Config& config, const Mesh& mesh) {
+  if (config.zero.stage < 3) return {};
+  const bool tiled_apart = config.recompute.ffn_tile > 0 && config.mesh.cp != 1;
+  return {.group = mesh[mesh_roles(config).shard],
+          .reshard_after_forward = config.zero.reshard_after_forward,
+          .whole = tiled_apart ? tiled_layers(config) + ".*.**" : ""};
+}
+
 /// Memory and values on the device, at stage 3 of this rank's slices alone.
 void give_values(const Config& config, const Mesh& mesh, const precision::Policy& policy, const std::optional<ResumePoint>& resume, Composition& run) {
-  quantize_frozen(config, *run.model, run.device, resume ? SavedWeights{&resume->folder, &resume->manifest} : SavedWeights());
+  quantize_frozen(config, *run.model, run.device, resume ? SavedWeights{&resume->folder, &resume->manifest} : SavedWeights(), code_sharding(config, mesh));
   if (config.zero.stage == 3) shard_parameters(config, policy, mesh, run.device, run);
   materialize(*run.model, static_cast<uint64_t>(config.run.seed), run.device);
   run.parameters = parameters_of(run);

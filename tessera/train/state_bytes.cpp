@@ -121,7 +121,7 @@ Sharers sharers(const Config& config, const MeshShape& shape) {
 
 BytesPerParameter kept_per_parameter(const BytesPerParameter& whole, int stage, int ranks, double part) {
   const auto held = [&](double bytes, int sharded_from) { return stage >= sharded_from ? bytes / ranks : bytes * part; };
-  return {.weight = held(whole.weight, 3), .gradient = held(whole.gradient, 2), .state = held(whole.state, 1), .quantized = whole.quantized};
+  return {.weight = held(whole.weight, 3), .gradient = held(whole.gradient, 2), .state = held(whole.state, 1), .quantized = held(whole.quantized, 3)};
 }
 
 BytesPerParameter beside_device_per_parameter(const Config& config, const Sharers& sharers) {
@@ -142,7 +142,7 @@ BytesPerParameter on_host_per_parameter(const Config& config, const Sharers& sha
     if (kind.optimizer == WaitingPlace::Device) here.state += kept.state;
     return here;
   });
-  if (on_cpu) mean.quantized = shares.quantized_bytes;
+  if (on_cpu) mean.quantized = kept_per_parameter({.quantized = shares.quantized_bytes}, config.zero.stage, sharers.ranks).quantized;
   return mean;
 }
 

@@ -13,7 +13,7 @@ struct BytesPerParameter {
   double weight = 0;     ///< that forward and backward use
   double gradient = 0;   ///< summed over micro-batches
   double state = 0;      ///< the optimizer's, master weights included
-  double quantized = 0;  ///< weights in fewer bits, which nothing shards or moves
+  double quantized = 0;  ///< weights in fewer bits, which stage 3 shards and nothing moves
 
   double total() const { return weight + gradient + state + quantized; }
 };

@@ -1,8 +1,10 @@
 #include "tessera/kernels/quantized_linear.h"
 
 #include <ATen/ops/allclose.h>
-#include <ATen/ops/cat.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -118,6 +120,26 @@ TEST(QuantizedLinear, ErrorsDoNotGrowWithTheTiles) {
   };
   const double of_one = error_of(512, 2048), of_many = error_of(16 * 512, 2048);
   EXPECT_LT(of_many, 1.6 * of_one);  // each tile's term is rounded, too; their sum in 16 bits is off by 3.2
+}
+
+/// As libtorch has it of what it saves.
+TEST(QuantizedLinear, IsLetGoOfByTheLastBackward) {
+  const at::Tensor x = at::ones({2, 3}).requires_grad_();
+  int brought = 0;
+  const auto matrix =
+      std::make_shared<QuantizedMatrix>(quantize(at::ones({4, 3}), {.format = WeightFormat::Int8}, {.rows = 4, .columns = 3, .whole_columns = 3}, at::kCPU));
+  const auto before = matrix.use_count();
+  const at::Tensor y = quantized_linear(x, [&brought, matrix] {
+                         ++brought;
+                         return matrix;
+                       }).sum();
+  y.backward({}, /*retain_graph=*/true);
+  EXPECT_EQ(matrix.use_count(), before + 1);
+  y.backward();
+  EXPECT_EQ(brought, 3);
+  EXPECT_EQ(matrix.use_count(), before);
+  EXPECT_TRUE(at::equal(x.grad(), at::full({2, 3}, 8.0)));
+  EXPECT_THAT([&] { y.backward(); }, ThrowsMessage<ConfigError>(HasSubstr("a second time; give the first one retain_graph = true")));
 }
 
 TEST(QuantizedLinear, RefusesWhatNoCodeStandsFor) {

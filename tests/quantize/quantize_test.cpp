@@ -3,13 +3,19 @@
 #include <cmath>
 
 #include <ATen/ops/allclose.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/relu.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tessera/comm/collectives.h"
+#include "tessera/comm/testing.h"
 #include "tessera/core/error.h"
+#include "tessera/memory/memory.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/parameter.h"
 
@@ -50,6 +56,84 @@ TEST(Quantize, TheLayerMultipliesByWhatItsCodesSay) {
     EXPECT_EQ(report.bytes, matrix.bytes());
     EXPECT_TRUE(at::allclose(pair->first(x), at::matmul(x, kernels::dequantize(matrix, 0, 7, at::kFloat).t()) + bias, 1e-5, 1e-5));
     EXPECT_EQ(pair(x).sizes(), at::IntArrayRef({4, 5}));
+  }
+}
+
+struct Pass {
+  at::Tensor y, dx;
+  bool operator==(const Pass& other) const { return at::equal(y, other.y) && at::equal(dx, other.dx); }
+};
+
+Pass pass_of(Pair& pair, const at::Tensor& x) {
+  const at::Tensor input = x.detach().clone().requires_grad_();
+  const at::Tensor y = pair(input);
+  y.square().sum().backward();
+  return {y.detach(), input.grad()};
+}
+
+/// Uneven rows, ranks without any, blocks that go over the ends of rows: the bits of one device, of some of its bytes.
+TEST(Quantize, RanksThatShareTheRowsComputeAsOne) {
+  for (const int ranks : {2, 3, 5, 8}) {
+    for (const auto format : {kernels::WeightFormat::Int8, kernels::WeightFormat::Nf4}) {
+      for (const bool twice : {false, true}) {
+        for (const bool reshard : {true, false}) {
+          SCOPED_TRACE(testing::Message() << ranks << " ranks, twice " << twice << ", reshard " << reshard);
+          const kernels::QuantizeForm form{.format = format, .block = 5, .double_scales = twice};
+          torch::manual_seed(3);
+          const at::Tensor x = at::randn({4, 13}), first = at::randn({7, 13}), second = at::randn({5, 7});
+          const auto made = [&](const comm::Group& group, quantize::Report& report) {
+            Pair pair;
+            freeze(*pair);
+            pair->first->weight.copy_(first);
+            pair->second->weight.copy_(second);
+            pair->first->bias.zero_();
+            pair->second->bias.zero_();
+            const auto fill = [&](const at::Tensor& weight, const at::Tensor& whole) { whole.copy_(weight); };
+            report = quantize::quantize_weights(*pair, {{"first", "second"}, form, {.group = group, .reshard_after_forward = reshard}}, at::kCPU, fill);
+            return pair;
+          };
+          quantize::Report whole;
+          Pair alone = made({}, whole);
+          const Pass expected = pass_of(alone, x);
+          comm::run_ranks(ranks, [&](comm::World& world) {
+            quantize::Report share;
+            Pair pair = made(world.group(), share);
+            EXPECT_TRUE(pass_of(pair, x) == expected);
+            const at::Tensor elements = at::full({1}, share.elements);
+            comm::all_reduce(world.group(), elements);
+            EXPECT_EQ(elements.item<int64_t>(), whole.elements);
+            EXPECT_LT(share.bytes, whole.bytes);
+            const at::NoGradGuard no_grad;
+            EXPECT_TRUE(at::equal(pair(x), expected.y));
+          });
+        }
+      }
+    }
+  }
+}
+
+/// A rank keeps its rows, and of the others' what one product takes, for as long as that takes.
+TEST(Quantize, WhatIsGatheredGoesBehindItsProduct) {
+  for (const bool reshard : {true, false}) {
+    comm::run_ranks(2, [&](comm::World& world) {
+      nn::Linear layer(torch::nn::LinearOptions(256, 128).bias(false));
+      freeze(*layer);
+      struct Holder : torch::nn::Module {
+        explicit Holder(const nn::Linear& layer) { register_module("layer", layer); }
+      } holder(layer);
+      MemoryTracker tracker;
+      const TrackMemory tracked(tracker);
+      quantize::Options options{{"layer"}, {.format = kernels::WeightFormat::Int8, .block = 64}, {.group = world.group(), .reshard_after_forward = reshard}};
+      const auto fill = [](const at::Tensor& weight, const at::Tensor& whole) { whole.copy_(weight); };
+      const auto report = quantize::quantize_weights(holder, options, at::kCPU, fill);
+      constexpr int64_t kWhole = 256 * 128 * 17 / 16;
+      EXPECT_EQ(report.bytes, kWhole / 2);
+      EXPECT_EQ(tracker.current(MemoryCategory::Parameters), kWhole / 2);
+      const at::Tensor y = layer(at::ones({2, 256}).requires_grad_());
+      EXPECT_EQ(tracker.current(MemoryCategory::Comm), reshard ? 0 : kWhole);
+      y.sum().backward();
+      EXPECT_EQ(tracker.current(MemoryCategory::Comm), 0);
+    });
   }
 }
 

@@ -440,8 +440,10 @@ TEST(OwnLoops, AdaptersBesideFourBitsInEveryLayout) {
       auto parallel = tessera::parallelize_module(*model, mesh["tp"], tessera::parallel_plan(*model, /*sequence_parallel=*/true));
       // 3. frozen weights become codes, one whole matrix at a time
       const auto fill = [&](const torch::Tensor& weight, const torch::Tensor& whole) { whole.copy_(pretrained.at(tessera::nn::slice_of(weight).name)); };
-      const auto report = tessera::quantize::quantize_weights(
-          *model, {.modules = {"layers.*.feed_forward.*"}, .form = {.format = tessera::kernels::WeightFormat::Nf4, .block = 64}}, at::kCPU, fill);
+      const tessera::quantize::Options fewer_bits{.modules = {"layers.*.feed_forward.*"},
+                                                  .form = {.format = tessera::kernels::WeightFormat::Nf4, .block = 64},
+                                                  .sharding = {.group = mesh["dp"]}};  // as fully_shard below: each rank keeps some rows
+      const auto report = tessera::quantize::quantize_weights(*model, fewer_bits, at::kCPU, fill);
       // 4. what is left is sharded, and gets memory
       auto sharded = tessera::fully_shard(*model, mesh["dp"], {.wrap = "layers.*"});
       tessera::materialize(*model, seed);  // draws A
@@ -464,7 +466,9 @@ TEST(OwnLoops, AdaptersBesideFourBitsInEveryLayout) {
       }
       //:
       EXPECT_EQ(report.weights.size(), 6u);
-      EXPECT_GT(report.bytes, 0);
+      EXPECT_GE(report.bytes, report.elements / 2);
+      const int64_t elements = 6 * config.model.dim * *config.model.ffn_dim / tp;
+      EXPECT_EQ(report.elements, elements / (ranks / tp)) << "of a rank";
       for (double& each : losses) {
         const auto all = torch::tensor({each}, at::kDouble);
         tessera::comm::all_reduce(mesh["dp"], all);

@@ -156,7 +156,7 @@ TEST(StateBytes, OfGroupsAreWhatTheTrackerMeasures) {
   }
 }
 
-// Of what [lora] freezes there is a weight alone, and of what [quantize] names some bits, which nothing shards.
+// Of what [lora] freezes there is a weight alone, and of what [quantize] names some bits, which stage 3 alone shards.
 TEST(StateBytes, OfWhatIsFrozenAreWhatTheTrackerMeasures) {
   constexpr double kNear = 0.05;  // of a byte: A and B, 4% as many elements as the model, keep 0.7 bytes of each parameter of it
   const Sets adapted{"lora.modules=layers.*.attention.*, layers.*.feed_forward.*", "lora.rank=4", "optim.max_grad_norm=1"};

@@ -105,12 +105,18 @@ TEST_F(VerifyQlora, OverReplicasAndShards) {
   expect_quantized("dp_shard=2", {"zero.stage=1"});
   expect_quantized("dp_shard=3", {"zero.stage=3", "recompute.mode=full"});
   expect_quantized("dp_shard=2,tp=2", {"zero.stage=3", "precision.compute=bf16"});
+  expect_quantized("dp_shard=5", {"zero.stage=3", "quantize.double_scales=true", "quantize.format=int8", "zero.reshard_after_forward=false"});
+  expect_quantized("dp_shard=2,dp_replicate=2", {"zero.stage=3", "recompute.mode=selective"}, "gpt2");
 }
 
 TEST_F(VerifyQlora, OverStagesAndSequences) {
   expect_quantized("pp=2", {"pipeline.schedule=zb_h1"});
   expect_quantized("pp=2,tp=2", {"quantize.modules=layers.1.**"});
   expect_quantized("cp=2");
+  expect_quantized("dp_shard=2,pp=2", {"zero.stage=3", "pipeline.schedule=zb_h1"});
+  expect_quantized("dp_shard=2", {"zero.stage=3", "recompute.ffn_tile=5"});
+  // Ranks of uneven parts have other numbers of tiles.
+  expect_quantized("cp=3", {"zero.stage=3", "recompute.ffn_tile=5", "data.seq_len=17"});
   expect_quantized("tp=2,dp_replicate=2", {}, "gpt2");
 }
 
