@@ -52,7 +52,8 @@ class FlatParameters {
   void follow_requires_grad();
   /// What parameters, and views of them, lie in: while they are whole, and, each in one of its own, while they are slices. The latter is another after take_in.
   const c10::StorageImpl* whole_storage() const { return whole_.storage().unsafeGetStorageImpl(); }
-  const c10::StorageImpl* slice_storage(size_t index) const { return slice_storages_[index].unsafeGetStorageImpl(); }
+  const c10::StorageImpl* slice_storage(size_t index) const { return slice_memory(index).unsafeGetStorageImpl(); }
+  const at::Storage& slice_memory(size_t index) const { return slice_storages_[index]; }
   /// Parameter `index` with its whole shape, whatever the parameter itself shows; with memory while the unit is gathered.
   const at::Tensor& whole_view(size_t index) const { return whole_views_[index]; }
   /// This rank's rows of it, whatever the parameter itself shows.

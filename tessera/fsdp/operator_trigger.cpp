@@ -29,7 +29,9 @@ void OperatorTrigger::meet(const at::Tensor& tensor, const OperandPlace& operand
   const UnitPlace* const parameter = tensors_.parameter(tensor);
   if (!storage) {
     replaced_ = replaced_ || parameter;
-    noted_ = noted_ || tensors_.was_noted(tensor);
+    const SliceNotes::Note* const note = tensors_.noted(tensor);
+    rows_ = rows_ || note;
+    noted_ = noted_ || (note && tensors_.is_own(*note));
   } else if (storage->whole) {
     note(storage->place.unit);
   } else if (parameter) {
@@ -56,7 +58,7 @@ void OperatorTrigger::scan(Arguments arguments) {
   met_.clear();
   seen_.clear();
   touched_.clear();
-  replaced_ = noted_ = false;
+  replaced_ = noted_ = rows_ = false;
   for_each_operand(arguments, [this](const at::Tensor& tensor, const OperandPlace& operand) { meet(tensor, operand); });
 }
 
@@ -172,7 +174,6 @@ bool OperatorTrigger::follow_scalar(const c10::FunctionSchema& schema, Arguments
 void OperatorTrigger::fill_whole(const at::Tensor& filled) {
   const at::NoGradGuard no_grad;
   filled.set_(at::full(tensors_.whole_sizes(seen_.front().place), scalar_.value, filled.options()));
-  tensors_.forget_of_slices(filled);
 }
 
 bool OperatorTrigger::scalar_wants_whole(const c10::FunctionSchema& schema) const {
@@ -356,7 +357,7 @@ bool OperatorTrigger::means_slices(const c10::OperatorHandle& op, Arguments argu
     const bool tells = by_elements && !broadcast_together(sizes, tensors_.whole_sizes(operand.parameter));
     return std::ranges::any_of(others_beside(operand.place), [&](const at::Tensor& other) {
       if (other.sizes() != sizes) return false;
-      if (writes(schema) || tensors_.was_noted(other) || tensors_.is_gradient(other)) return true;
+      if (writes(schema) || tensors_.is_of_own_slices(other) || tensors_.is_gradient(other)) return true;
       if (tells && tensors_.is_on_one_rank(operand.parameter)) refuse_unclear(schema, operand.parameter);  // that rank would stay
       return tells;
     });
@@ -407,28 +408,38 @@ void OperatorTrigger::leave_forward(torch::jit::Stack& stack, size_t first) {
   give_slices(stack, first, aliases);
 }
 
-/// What the operator at hand, which is given slices, makes of them has this rank's rows, where it has their shape. What it writes had them before or has not: a
-/// program may lay slices into a tensor of the whole.
+/// What the operator at hand, which is given slices, makes of them has this rank's rows, whatever its shape: that may be another one on each rank. What it
+/// writes had them before or has not: a program may lay slices into a tensor of the whole, or bring together in a list what other ranks sent.
 void OperatorTrigger::expect_slices(const c10::OperatorHandle& op, Arguments arguments) {
-  if (!tensors_.are_cut() || !keeps_rows(op)) return;
+  if (!tensors_.are_cut()) return;
   const c10::FunctionSchema& schema = op.schema();
-  const bool in_place = writes(schema);
+  const bool joined = joins(schema.name());
+  if (!joined && !keeps_rows(op, arguments)) return;
+  const bool in_place = writes(schema), views = makes_views(schema);
+  bool all = true;
   for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& operand) {
-    if (in_place) {
-      if (writes(schema, operand.argument) && tensors_.was_noted(tensor)) written_.push_back(tensor);
-    } else if (tensors_.is_of_slices(tensor)) {
-      of_.emplace_back(tensor.sizes());
+    const SliceNotes::Note* const note = tensors_.of_slices(tensor);
+    all = all && note && note->has_values;
+    if (!note) return;
+    if (!in_place) {
+      if (!views || makes_views(schema, operand.argument)) of_.push_back(operand.item);
+    } else if (writes(schema, operand.argument)) {
+      return written_.push_back(tensor);
     }
+    of_what_.add(*note);
   });
+  if (joined && !all) of_.clear();
+  if (makes_alike(schema.name())) of_what_.has_values = false;
 }
 
 void OperatorTrigger::after(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  for (const at::Tensor& written : written_) tensors_.note_written(written);
+  for (const at::Tensor& written : written_) tensors_.note_written(written, of_what_);
   written_.clear();
   if (of_.empty()) return;
   const size_t count = op.schema().returns().size();
-  for_each_operand(Arguments(stack.data() + stack.size() - count, count), [this](const at::Tensor& made, const OperandPlace&) {
-    if (std::ranges::any_of(of_, [&](const c10::DimVector& sizes) { return made.sizes() == sizes; })) tensors_.note_of_slices(made);
+  for_each_operand(Arguments(stack.data() + stack.size() - count, count), [this](const at::Tensor& made, const OperandPlace& place) {
+    const bool is_of = std::ranges::any_of(of_, [&](const std::optional<size_t>& item) { return !item || !place.item || *item == *place.item; });
+    if (is_of) tensors_.note_of_slices(made, of_what_);
   });
   of_.clear();
 }
@@ -504,6 +515,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   const Arguments arguments(stack.data() + first, count);
   of_.clear();
   written_.clear();
+  of_what_ = {.has_values = false};
   if (!backward && tensors_.are_cut() && std::exchange(gradients_of_, step_.pass()) != step_.pass()) tensors_.note_gradients();
   if (!backward) guards_.before(schema, arguments, in_call());
   scan(arguments);
@@ -512,13 +524,17 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
     for (size_t unit = 0; unit < units_.size(); ++unit) units_.take_in(unit);
     scan(arguments);
   }
+  if ((rows_ || !touched_.empty()) && brings_together(schema.name())) tensors_.forget_of_slices(arguments[0]);
   if (evaluating_ && !backward && at::GradMode::is_enabled()) {  // evaluation is over
     evaluating_ = false;
     if (!step_.running()) units_.release_all();
   }
   if (met_.empty() && seen_.empty() && touched_.empty()) {
     follow_scalar(schema, arguments);
-    if (noted_ && !backward) expect_slices(op, arguments);
+    if (rows_ && !backward) {
+      guards_.refuse_rows_beside_wholes(op, arguments, /*given_whole=*/false);
+      expect_slices(op, arguments);
+    }
     return;
   }
   require(schema.name() != "aten::embedding_renorm_",
@@ -534,7 +550,7 @@ void OperatorTrigger::before(const c10::OperatorHandle& op, torch::jit::Stack& s
   if (!touched_.empty() && !in_call()) guards_.refuse_layers_over_slices(schema, arguments, touched_);
   scalar_.is_applied = follow_scalar(schema, arguments);
   const auto refuse_rows = [&](bool given_whole) {
-    if ((noted_ || !touched_.empty()) && !scalar_.is_applied) guards_.refuse_rows_beside_wholes(schema, arguments, given_whole);
+    if ((rows_ || !touched_.empty()) && !scalar_.is_applied) guards_.refuse_rows_beside_wholes(op, arguments, given_whole);
   };
   if (!seen_.empty() && wants_whole(op, arguments, use)) {
     refuse_rows(/*given_whole=*/true);

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include <c10/util/DimVector.h>
 #include <torch/nn/module.h>
 
 #include "tessera/fsdp/operator_use.h"
@@ -35,7 +34,7 @@ namespace tessera {
 /// is under way and the two shapes broadcast, which then is of the whole. What does not (cdist, inner) no optimizer does.
 ///
 /// What was made of slices (an update, an average, an anchor) is known by that, on every rank alike, and not by its shape: beside it a parameter is this rank's
-/// rows where an optimizer may be, and is refused where it is whole.
+/// rows where an optimizer may be, and is refused where it is whole, as is what autograd has computed of one.
 ///
 /// What is meant for the whole and given a slice all the same is refused (slice_guards.h).
 ///
@@ -122,12 +121,14 @@ class OperatorTrigger final : public nn::OperatorWatcher {
   /// Of parameters that were written, or may have been by a handle, while they had a gradient: a version from before that.
   std::unordered_map<const c10::TensorImpl*, uint32_t> updated_;
 
-  std::vector<size_t> met_;          ///< units among the arguments of the operator at hand
-  std::vector<SeenSlice> seen_;      ///< and parameters that show slices
-  std::vector<at::Tensor> touched_;  ///< and memory of slices by another name
-  bool noted_ = false;               ///< and what was made of slices
-  std::vector<c10::DimVector> of_;   ///< what it makes is of slices, where it has one of these shapes
-  std::vector<at::Tensor> written_;  ///< and these stay so
+  std::vector<size_t> met_;                ///< units among the arguments of the operator at hand
+  std::vector<SeenSlice> seen_;            ///< and parameters that show slices
+  std::vector<at::Tensor> touched_;        ///< and memory of slices by another name
+  bool noted_ = false;                     ///< and what was made of slices
+  bool rows_ = false;                      ///< and that, or the same of another wrapper's
+  std::vector<std::optional<size_t>> of_;  ///< what it makes is of slices: of a list, what is made of these items
+  std::vector<at::Tensor> written_;        ///< and these stay so
+  SliceNotes::Note of_what_;               ///< of that
   ScalarOperator scalar_;
   bool replaced_ = false;               ///< and a parameter in whose place the program has put another tensor
   bool evaluating_ = false;             ///< units may be held that no step knows of

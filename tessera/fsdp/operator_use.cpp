@@ -5,6 +5,7 @@
 #include <unordered_set>
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/core/Reduction.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/enum_tag.h>
 
@@ -190,6 +191,13 @@ const c10::IValue* named(const c10::FunctionSchema& schema, at::ArrayRef<c10::IV
   return nullptr;
 }
 
+/// Of what goes by elements: whether one number of them all comes.
+bool reduces(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  static const Names numbers{"aten::dist", "aten::_foreach_norm", "aten::_foreach_max"};
+  const c10::IValue* const reduction = named(schema, arguments, "reduction");
+  return numbers.contains(schema.name()) || (reduction != nullptr && reduction->isInt() && reduction->toInt() != at::Reduction::None);
+}
+
 bool is_look(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
   if (comparisons().contains(schema.name())) return true;
   if (!reductions().contains(schema.name())) return false;
@@ -235,6 +243,7 @@ std::vector<at::Tensor> tensors_beside(at::ArrayRef<c10::IValue> arguments, cons
 }
 
 bool needs_one_dtype(const std::string& name) { return products().contains(name); }
+bool brings_together(const std::string& name) { return name.starts_with("c10d::") && name != "c10d::send"; }
 /// Kernels of ours are layers' and losses'; our optimizers call theirs past the dispatcher.
 bool is_layer(const std::string& name) { return products().contains(name) || layers().contains(name) || name.starts_with("tessera::"); }
 bool is_forward(const std::string& name) { return is_layer(name) || others().contains(name); }
@@ -244,10 +253,18 @@ bool goes_by_elements(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::pointwise) || by_elements().contains(name) || name.starts_with("aten::_foreach_");
 }
 
-bool keeps_rows(const c10::OperatorHandle& op) {
+bool keeps_rows(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
   const std::string& name = op.schema().name();
   static const Names copying{"aten::clone", "aten::_to_copy", "aten::copy_", "aten::zero_"};
-  return goes_by_elements(op) || makes_views(op.schema()) || shapes().contains(name) || copying.contains(name);
+  if (goes_by_elements(op)) return !reduces(op.schema(), arguments);
+  return makes_views(op.schema()) || makes_alike(name) || copying.contains(name);
+}
+
+bool makes_alike(const std::string& name) { return shapes().contains(name); }
+
+bool joins(const std::string& name) {
+  static const Names joining{"aten::stack", "aten::cat", "aten::concat", "aten::hstack", "aten::vstack"};
+  return joining.contains(name);
 }
 
 bool broadcast_together(at::IntArrayRef a, at::IntArrayRef b) { return at::is_expandable_to(a, b) || at::is_expandable_to(b, a); }
@@ -268,11 +285,16 @@ bool writes_elements(const c10::FunctionSchema& schema, size_t argument) { retur
 
 bool replaces(const std::string& name) { return name == "aten::set_data" || name == "aten::_has_compatible_shallow_copy_type"; }
 
+bool makes_views(const c10::FunctionSchema& schema, size_t argument) {
+  const c10::AliasInfo* const alias = schema.arguments()[argument].alias_info();
+  return alias != nullptr && !alias->isWrite();
+}
+
 bool makes_views(const c10::FunctionSchema& schema) {
-  return std::ranges::any_of(schema.arguments(), [](const c10::Argument& argument) {
-    const c10::AliasInfo* const alias = argument.alias_info();
-    return alias != nullptr && !alias->isWrite();
-  });
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    if (makes_views(schema, i)) return true;
+  }
+  return false;
 }
 
 bool writes_by_rows(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const OperandPlace& place) {

@@ -44,8 +44,12 @@ bool is_forward(const std::string& name);
 /// Whether it computes element by element, as optimizers and averages do, so that all that it takes has one shape, or shapes that broadcast; a reduction may
 /// follow (losses).
 bool goes_by_elements(const c10::OperatorHandle& op);
-/// Whether what it makes, where it is as large as what it is given, has a value for each element of that: by elements, a copy, a view, zeros like it.
-bool keeps_rows(const c10::OperatorHandle& op);
+/// Whether what it makes has a value for each element of what it is given, stretched or not: by elements, a copy, a view, zeros like it.
+bool keeps_rows(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments);
+/// Whether that is of its shape, whatever it holds.
+bool makes_alike(const std::string& name);
+/// Whether it lays tensors of a list one beside the other.
+bool joins(const std::string& name);
 
 /// What an operator that goes by elements may take beside each other.
 bool broadcast_together(at::IntArrayRef a, at::IntArrayRef b);
@@ -60,12 +64,16 @@ bool writes_elements(const c10::FunctionSchema& schema, size_t argument);
 /// Whether the operator puts other memory in the place of its first argument's (set_data, of which nothing but libtorch's check of the two is seen).
 bool replaces(const std::string& name);
 
-/// Whether what it makes is a view of an argument, or may be.
+/// Whether what it makes is a view of an argument, or may be; of its argument `argument`.
 bool makes_views(const c10::FunctionSchema& schema);
+bool makes_views(const c10::FunctionSchema& schema, size_t argument);
 
 /// Whether the operator writes the tensor at `place` by where rows (dimension 0) stand in it, or by all of them. Goes by names, dimensions and indices, never
 /// by sizes.
 bool writes_by_rows(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments, const OperandPlace& place);
+
+/// Whether it is a collective of libtorch's own that was called through the dispatcher, and writes its first argument.
+bool brings_together(const std::string& name);
 
 /// Whether all floating-point arguments of the operator have to be of one dtype (products, convolutions).
 bool needs_one_dtype(const std::string& name);

@@ -254,22 +254,25 @@ void SliceGuards::refuse_lost_writes(const c10::FunctionSchema& schema, Argument
   });
 }
 
-/// A whole beside what has this rank's rows, which libtorch would stretch where they are one, and where there are none would take the whole for nothing. It
-/// goes by what each was made of, which is alike on every rank: one that has all rows sees two of one shape.
-void SliceGuards::refuse_rows_beside_wholes(const c10::FunctionSchema& schema, Arguments arguments, bool given_whole) const {
+/// A whole, or what autograd has computed of one, beside what has this rank's rows, which libtorch would stretch where they are one, and where there are none
+/// would take the whole for nothing. It goes by what each was made of, which is alike on every rank: one that has all rows sees two of one shape.
+void SliceGuards::refuse_rows_beside_wholes(const c10::OperatorHandle& op, Arguments arguments, bool given_whole) const {
   if (!tensors_.are_cut()) return;
+  const c10::FunctionSchema& schema = op.schema();
+  const bool may_be_computed = at::GradMode::is_enabled() && goes_by_elements(op);
   for_each_operand(arguments, [&](const at::Tensor& tensor, const OperandPlace& operand) {
     const UnitPlace* const parameter = given_whole ? tensors_.parameter(tensor) : nullptr;
-    const std::optional<UnitPlace> place = parameter ? std::optional(*parameter) : tensors_.find_in_wholes(tensor);
-    if (!place || operator_use(schema, arguments, operand, tensor) == OperatorUse::Slice) return;
-    for (const at::Tensor& other : tensors_beside(arguments, operand)) {
-      require(
-          !tensors_.is_of_slices(other) || tensors_.parameter(other), "fully_shard: ", schema.name(), " was given '", tensors_.name(*place),
-          "', all of it, beside a tensor that was made of this rank's slices: of a gradient or a detach(), or like a parameter (zeros_like) outside of a "
-          "forward. For this rank's rows give it the parameter's detach(), behind the backward pass. In a forward let the first operator be a layer's, with "
-          "the module's input, make the other like the parameter behind that, and take what a penalty holds the parameter to (an anchor) of the module "
-          "before fully_shard");
-    }
+    std::optional<UnitPlace> place = parameter ? std::optional(*parameter) : tensors_.find_in_wholes(tensor);
+    const bool whole = place && operator_use(schema, arguments, operand, tensor) != OperatorUse::Slice;
+    if (!whole && !(may_be_computed && !place && tensor.requires_grad() && !tensors_.is_of_slices(tensor))) return;
+    const std::vector<at::Tensor> beside = tensors_beside(arguments, operand);
+    if (std::ranges::none_of(beside, [this](const at::Tensor& other) { return tensors_.is_of_slices(other) && !tensors_.parameter(other); })) return;
+    if (!whole) place = tensors_.find_behind(tensor);
+    require(!place, "fully_shard: ", schema.name(), " was given ", whole ? "'" : "what was computed of '", place ? tensors_.name(*place) : "",
+            "', all of it, beside a tensor that was made of this rank's slices: of a gradient or a detach(), of a module in another wrapper, too, or like a "
+            "parameter (zeros_like) outside of a forward. For this rank's rows give it the parameter's detach(), behind the backward pass. In a forward let "
+            "the first operator be a layer's, with the module's input, make the other like the parameter behind that, and take what a penalty holds the "
+            "parameter to (an anchor) of the module before fully_shard");
   });
 }
 
@@ -286,7 +289,7 @@ void SliceGuards::refuse_fitting_both(const c10::FunctionSchema& schema, const U
   if (fits == slices.end()) return;
   for (const at::Tensor& other : others) {
     if (!may_step && broadcast_together(other.sizes(), whole)) continue;
-    require(tensors_.is_gradient(other) || tensors_.is_of_slices(other) || std::ranges::find(slices, other.sizes().vec()) == slices.end(),
+    require(tensors_.is_gradient(other) || tensors_.is_of_own_slices(other) || std::ranges::find(slices, other.sizes().vec()) == slices.end(),
             "fully_shard: within a forward, without gradients, ", schema.name(), " was given '", tensors_.name(place), "' of shape ", at::IntArrayRef(whole),
             " beside a tensor of shape ", other.sizes(), ", which is that of one rank's slice, too, and a slice of shape ", at::IntArrayRef(*fits),
             " fits the whole as well: nobody can tell which of the two is meant. For the whole, give the tensor the whole's shape "

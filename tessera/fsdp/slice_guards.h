@@ -41,7 +41,7 @@ class SliceGuards {
   /// `may_end`: a forward is under way that a write of this rank's rows ends.
   void refuse_lost_writes(const c10::FunctionSchema& schema, Arguments arguments, bool may_end) const;
   /// `given_whole`: an operator that is given parameters which show slices gets the wholes.
-  void refuse_rows_beside_wholes(const c10::FunctionSchema& schema, Arguments arguments, bool given_whole) const;
+  void refuse_rows_beside_wholes(const c10::OperatorHandle& op, Arguments arguments, bool given_whole) const;
   void refuse_fitting_both(const c10::FunctionSchema& schema, const UnitPlace& place, const std::vector<at::Tensor>& others) const;
 
  private:

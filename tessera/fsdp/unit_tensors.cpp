@@ -1,17 +1,11 @@
 #include "tessera/fsdp/unit_tensors.h"
 
 #include <algorithm>
+#include <unordered_set>
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 namespace tessera {
-namespace {
-
-/// Tensors of an inference mode have none.
-uint32_t version_of(const at::Tensor& tensor) {
-  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
-  return counter.enabled() ? counter.current_version() : 0;
-}
-
-}  // namespace
 
 UnitTensors::UnitTensors(const ShardedUnits& units) : units_(units) {
   find_storages();
@@ -34,6 +28,7 @@ void UnitTensors::find_storages() {
       storages_.emplace(parameters.whole_storage(), Storage{{unit, flat, 0}, true});
       for (size_t index = 0; index < parameters.parameters().size(); ++index) {
         storages_.emplace(parameters.slice_storage(index), Storage{{unit, flat, index}, false});
+        if (are_cut()) notes_->add_slice(parameters.slice_memory(index), parameters.parameters()[index].tensor.unsafeGetTensorImpl(), &units_);
       }
     }
   }
@@ -102,35 +97,41 @@ bool UnitTensors::is_gradient(const c10::IValue& value) const {
   return std::ranges::any_of(list, is);
 }
 
-void UnitTensors::note(const at::Tensor& tensor, std::optional<uint32_t> version) {
-  if (!tensor.defined() || storage_of(tensor)) return;
-  if (of_slices_.size() >= many_) {
-    std::erase_if(of_slices_, [](const auto& item) { return item.second.tensor.expired(); });
-    many_ = std::max<size_t>(64, 2 * of_slices_.size());
-  }
-  of_slices_.insert_or_assign(tensor.unsafeGetTensorImpl(), Noted{Weak(tensor.getIntrusivePtr()), version});
-}
-
-void UnitTensors::note_of_slices(const at::Tensor& tensor) { note(tensor, version_of(tensor)); }
-
-void UnitTensors::note_written(const at::Tensor& tensor) {
-  const auto found = of_slices_.find(tensor.unsafeGetTensorImpl());
-  if (found != of_slices_.end() && found->second.version) found->second.version = version_of(tensor);
+void UnitTensors::note_of_slices(const at::Tensor& made, const SliceNotes::Note& note) {
+  if (!storage_of(made)) notes_->add_made(made, note);
 }
 
 void UnitTensors::note_gradients() {
-  for (const auto& item : parameters_) note(item.first->grad(), std::nullopt);
+  for (const auto& item : parameters_) notes_->add_gradient(item.first->grad(), &units_);
 }
 
-bool UnitTensors::was_noted(const at::Tensor& tensor) const {
-  if (of_slices_.empty()) return false;
-  const auto found = of_slices_.find(tensor.unsafeGetTensorImpl());
-  return found != of_slices_.end() && (!found->second.version || *found->second.version == version_of(tensor));
+void UnitTensors::forget_of_slices(const c10::IValue& value) {
+  if (value.isTensor()) return notes_->forget(value.toTensor());
+  if (!value.isList()) return;
+  for (const c10::IValue& item : value.toListRef()) forget_of_slices(item);
 }
 
-bool UnitTensors::is_of_slices(const at::Tensor& tensor) const {
+const SliceNotes::Note* UnitTensors::of_slices(const at::Tensor& tensor) const {
   const Storage* const storage = storage_of(tensor);
-  return storage ? !storage->whole : was_noted(tensor);
+  if (!storage) return noted(tensor);
+  return storage->whole ? nullptr : &own_;
+}
+
+bool UnitTensors::is_of_own_slices(const at::Tensor& tensor) const {
+  const SliceNotes::Note* const note = of_slices(tensor);
+  return note != nullptr && is_own(*note);
+}
+
+std::optional<UnitPlace> UnitTensors::find_behind(const at::Tensor& computed) const {
+  std::vector<const torch::autograd::Node*> nodes{computed.grad_fn().get()};  // the nearest first
+  std::unordered_set<const torch::autograd::Node*> met;
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    if (nodes[i] == nullptr || !met.insert(nodes[i]).second) continue;
+    const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(nodes[i]);
+    if (const UnitPlace* const place = leaf && leaf->variable.defined() ? parameter(leaf->variable) : nullptr) return *place;
+    for (const torch::autograd::Edge& edge : nodes[i]->next_edges()) nodes.push_back(edge.function.get());
+  }
+  return std::nullopt;
 }
 
 std::vector<int64_t> UnitTensors::slice_of_rank(const UnitPlace& place, int rank) const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -9,6 +10,7 @@
 #include <ATen/core/ivalue.h>
 
 #include "tessera/fsdp/sharded_units.h"
+#include "tessera/fsdp/slice_notes.h"
 
 namespace tessera {
 
@@ -44,17 +46,23 @@ class UnitTensors {
   /// Whether it is the gradient of a parameter, or a view of one, or a list with one.
   bool is_gradient(const c10::IValue& value) const;
 
-  /// Takes down that `tensor`, of its own memory, has this rank's rows: what was made of slices (a copy, an update, an optimizer's state), which no shape
-  /// tells.
-  void note_of_slices(const at::Tensor& tensor);
-  void note_written(const at::Tensor& tensor);  ///< and is so still
-  void forget_of_slices(const at::Tensor& tensor) { of_slices_.erase(tensor.unsafeGetTensorImpl()); }
+  /// Takes down that `made`, of its own memory, has this rank's rows (SliceNotes).
+  void note_of_slices(const at::Tensor& made, const SliceNotes::Note& note);
+  void note_written(const at::Tensor& written, const SliceNotes::Note& note) { notes_->add_written(written, note); }
   /// The same of all gradients that there are, which a pass has left.
   void note_gradients();
-  /// Whether that was taken down of it, and nobody has written it since: a collective may have brought together what ranks had.
-  bool was_noted(const at::Tensor& tensor) const;
-  /// Or it lies in a slice.
-  bool is_of_slices(const at::Tensor& tensor) const;
+  /// No more, of a tensor or of all in a list, or in lists in it.
+  void forget_of_slices(const c10::IValue& value);
+  /// What was taken down of it, by whichever wrapper of this thread.
+  const SliceNotes::Note* noted(const at::Tensor& tensor) const { return notes_->find(tensor); }
+  /// The same of what lies in a slice of this wrapper, a parameter, too.
+  const SliceNotes::Note* of_slices(const at::Tensor& tensor) const;
+  bool is_of_slices(const at::Tensor& tensor) const { return of_slices(tensor) != nullptr; }
+  /// Of this wrapper's.
+  bool is_own(const SliceNotes::Note& note) const { return note.is_of(&units_); }
+  bool is_of_own_slices(const at::Tensor& tensor) const;
+  /// A parameter that autograd has `computed` of, while parameters were whole.
+  std::optional<UnitPlace> find_behind(const at::Tensor& computed) const;
 
   bool are_cut() const { return units_.are_cut(); }
   const FlatParameters& flat(const UnitPlace& place) const { return units_.flats(place.unit)[place.flat]; }
@@ -74,22 +82,14 @@ class UnitTensors {
   bool same_rows(const UnitPlace& a, const UnitPlace& b) const { return tessera::same_rows(flat(a).layout(), a.index, flat(b).layout(), b.index); }
 
  private:
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  struct Noted {
-    Weak tensor;
-    std::optional<uint32_t> version;  ///< of a gradient none: clipping writes it, and leaves it what it is
-  };
-
   void find_storages();
-  void note(const at::Tensor& tensor, std::optional<uint32_t> version);
 
   const ShardedUnits& units_;
   std::unordered_map<const c10::StorageImpl*, Storage> storages_;
   int64_t storages_of_ = 0;  ///< ShardedUnits::times_taken_in
   Parameters parameters_;
-  /// While it is known no other tensor has its address.
-  std::unordered_map<const c10::TensorImpl*, Noted> of_slices_;
-  size_t many_ = 64;  ///< of them: then those that are gone are forgotten
+  std::shared_ptr<SliceNotes> notes_ = SliceNotes::of_thread();
+  SliceNotes::Note own_{.wrappers = {&units_}};
 };
 
 }  // namespace tessera

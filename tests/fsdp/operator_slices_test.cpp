@@ -3,11 +3,14 @@
 
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
 #include "support.h"
 #include "tessera/comm/collectives.h"
+#include "tessera/comm/engine.h"
 #include "tessera/nn/operator_watch.h"
 
 /// What was made of slices, beside parameters: known by that, not by its shape.
@@ -139,6 +142,37 @@ TEST(FullyShardSlices, WhatACollectiveHasWrittenIsTheWhole) {
       EXPECT_EQ((net.gain + all).item<float>(), 2 * expected);
       loss.backward();
     });
+  });
+}
+
+/// Of libtorch's kind; moves nothing.
+struct StillBackend final : c10d::Backend {
+  using Backend::Backend;
+  const std::string getBackendName() const override { return "still"; }
+  comm::Work broadcast(std::vector<at::Tensor>&, const c10d::BroadcastOptions&) override { return comm::completed_work(); }
+  comm::Work allgather(std::vector<std::vector<at::Tensor>>&, std::vector<at::Tensor>&, const c10d::AllgatherOptions&) override {
+    return comm::completed_work();
+  }
+};
+
+/// One of libtorch's own, too, where its dispatcher sees it.
+TEST(FullyShardSlices, WhatACollectiveOfLibtorchsHasWrittenIsTheWhole) {
+  run_ranks(2, [](World& world) {
+    HeadedImpl net(2);
+    const auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+    const auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), world.rank(), 2);
+    group->setBackend(test_device().type(), c10d::ProcessGroup::CUSTOM, c10::make_intrusive<StillBackend>(world.rank(), 2));
+    const at::Tensor mine = net.gain.detach(), kept = mine.clone();
+    std::vector<at::Tensor> sent{mine.numel() == 0 ? at::zeros({}) : mine.clone()}, own{mine};
+    group->broadcast(sent)->wait();
+    std::vector<std::vector<at::Tensor>> parts{{at::zeros_like(kept), at::zeros_like(kept)}};
+    group->allgather(parts, own)->wait();
+    const at::Tensor loss = net.forward(input()).square().sum();
+    EXPECT_NO_THROW((void)(net.gain + sent[0]));
+    EXPECT_NO_THROW((void)(loss * sent[0]));
+    EXPECT_NO_THROW((void)(loss * parts[0][1]));
+    EXPECT_THAT(refusal([&] { (void)(loss * kept); }), HasSubstr("all of it"));
+    EXPECT_THAT(refusal([&] { (void)(net.gain.exp() - mine); }), HasSubstr("'gain'"));
   });
 }
 
@@ -332,6 +366,283 @@ TEST(FullyShardSlices, AnInnerStepBetweenCallsIsOfTheWholeThatIsGathered) {
       EXPECT_EQ(weight.grad().sizes(), weight.sizes());
     });
   }
+}
+
+/// A table of a row for each rank, and a scale that one of them has.
+struct RowEachImpl : torch::nn::Module {
+  explicit RowEachImpl(int rows, uint64_t seed = 1) : table(torch::nn::LinearOptions(4, rows).bias(false)) {
+    gain = register_parameter("gain", at::empty({}));
+    register_module("in", in);
+    register_module("table", table);
+    fill_parameters(*this, seed);
+  }
+  at::Tensor forward(const at::Tensor& x) { return table(at::tanh(in(x))) * gain; }
+  at::Tensor gain;
+  torch::nn::Linear in{3, 4}, table;
+};
+
+/// What holds a parameter to what was taken of it, by name.
+using Penalty = std::function<at::Tensor(const at::Tensor& p, const at::Tensor& anchor)>;
+
+const std::vector<std::pair<std::string, Penalty>>& penalties() {
+  static const std::vector<std::pair<std::string, Penalty>> all{
+      {"a function of each", [](auto& p, auto& a) { return p.exp() - a.exp(); }},
+      {"a product", [](auto& p, auto& a) { return p * 1. - a; }},
+      {"a loss", [](auto& p, auto& a) { return at::mse_loss(p * 2., a * 2.); }},
+      {"in place", [](auto& p, auto& a) { return (p * 1.).sub_(a); }},
+      {"stretched before", [](auto& p, auto& a) { return p * 1. - a * at::ones({p.dim() == 0 ? 1 : p.size(0), 1}); }},
+      {"stacked", [](auto& p, auto& a) { return at::stack({p, p * 2.}) - at::stack({a, a * 2.}); }},
+      {"a dimension more", [](auto& p, auto& a) { return p.unsqueeze(0) - a.unsqueeze(0); }},
+      {"turned", [](auto& p, auto& a) { return p.t() - a.t().contiguous(); }},
+      {"in lists", [](auto& p, auto& a) { return at::_foreach_sub({p * 1.}, {a})[0]; }},
+      {"written by a view",
+       [](auto& p, auto& a) {
+         const at::Tensor twice = a.clone();
+         twice.view(-1).mul_(2);
+         return p - twice;
+       }},
+      {"computed in a layer", [](auto& p, auto& a) { return at::linear(at::ones({1, 1}), p.reshape({-1, 1})).sum() - a; }}};
+  return all;
+}
+
+TEST(FullyShardSlices, WhatIsComputedOfAWholeBesideThemIsRefusedOnEveryRank) {
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      RowEachImpl net(ranks);
+      const auto sharded = fully_shard(net, world.group(), {.wrap = "*", .average = true});
+      ASSERT_EQ(nn::slice_of(net.table->weight).local_shape(), (std::vector<int64_t>{1, 4}));
+      for (const auto& [name, parameter] : {std::pair("'gain'", net.gain), std::pair("'table.weight'", net.table->weight)}) {
+        const at::Tensor handle = parameter.detach(), anchor = handle.clone();
+        for (const auto& [kind, penalty] : penalties()) {
+          SCOPED_TRACE(::testing::Message() << name << ", " << kind);
+          const at::Tensor loss = net.forward(input()).square().sum();
+          EXPECT_THAT(refusal([&] { (void)penalty(parameter, anchor); }), AllOf(HasSubstr(name), HasSubstr("before fully_shard")));
+          EXPECT_THAT(refusal([&] { (void)penalty(parameter, handle); }), HasSubstr(name));
+        }
+      }
+    });
+  }
+}
+
+/// Of which the student's wrapper knows nothing.
+TEST(FullyShardSlices, ThoseOfAnotherWrapperAreRefusedBesideWholesToo) {
+  for (const int ranks : {2, 3}) {
+    for (const bool teacher_first : {false, true}) {
+      run_ranks(ranks, [&](World& world) {
+        RowEachImpl net(ranks), teacher(ranks, /*seed=*/2);
+        const at::Tensor expected = net.table->weight.detach() - teacher.table->weight.detach();
+        for (const at::Tensor& p : teacher.parameters()) p.set_requires_grad(false);
+        const auto wrap = [&](RowEachImpl& one) { return fully_shard(one, world.group(), {.wrap = "*", .average = true}); };
+        const auto first = wrap(teacher_first ? teacher : net), second = wrap(teacher_first ? net : teacher);
+        for (const bool copied : {false, true}) {
+          for (const auto& [kind, penalty] : penalties()) {
+            SCOPED_TRACE(::testing::Message() << kind << ", copied: " << copied << ", teacher first: " << teacher_first);
+            const at::Tensor scale = copied ? teacher.gain.detach().clone() : teacher.gain.detach();
+            const at::Tensor rows = copied ? teacher.table->weight.detach().clone() : teacher.table->weight.detach();
+            const at::Tensor loss = net.forward(input()).square().sum();
+            EXPECT_THAT(refusal([&] { (void)penalty(net.gain, scale); }), HasSubstr("'gain'"));
+            EXPECT_THAT(refusal([&] { (void)penalty(net.table->weight, rows); }), HasSubstr("'table.weight'"));
+          }
+        }
+        const at::Tensor loss = net.forward(input()).square().sum(), between = net.table->weight - teacher.table->weight;
+        EXPECT_TRUE(at::equal(between, expected)) << "the way out";
+        (loss + between.square().sum()).backward();
+      });
+    }
+  }
+}
+
+/// Sums over the ranks, where there are several.
+using Sum = std::function<void(const at::Tensor& part)>;
+using Program = std::function<void(RowEachImpl& net, const Sum& sum)>;
+
+/// A right program is one process's, rank by rank.
+void expect_like_one_process(const Program& program) {
+  for (const int ranks : {2, 3}) {
+    SCOPED_TRACE(::testing::Message() << ranks << " ranks");
+    RowEachImpl whole(ranks);
+    program(whole, [](const at::Tensor&) {});
+    run_ranks(ranks, [&](World& world) {
+      RowEachImpl net(ranks);
+      const auto sharded = fully_shard(net, world.group(), {.wrap = "*", .average = true});
+      program(net, [&](const at::Tensor& part) { comm::all_reduce(world.group(), part); });
+      EXPECT_LT(slice_difference(net, named_values(whole), /*values=*/true), 20 * parity);
+    });
+  }
+}
+
+std::vector<at::Tensor> copies_of(const RowEachImpl& net) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& p : net.parameters()) copies.push_back(p.detach().clone());
+  return copies;
+}
+
+/// Averages, weight decay, a step to sharper weights and back, and a pull to anchors that is added to gradients.
+TEST(FullyShardSlices, UpdatesByRowsGoOn) {
+  expect_like_one_process([](RowEachImpl& net, const Sum&) {
+    std::vector<at::Tensor> average = copies_of(net);
+    const std::vector<at::Tensor> anchors = copies_of(net), p = net.parameters();
+    for (int step = 0; step < 3; ++step) {
+      const auto pass = [&] {
+        net.zero_grad();
+        net.forward(input()).square().mean().backward();
+      };
+      pass();
+      std::vector<at::Tensor> moved;
+      for (size_t i = 0; i < p.size(); ++i) {
+        const at::NoGradGuard no_grad;
+        p[i].add_(moved.emplace_back(p[i].grad() * 0.1));
+      }
+      pass();
+      for (size_t i = 0; i < p.size(); ++i) p[i].mutable_grad().add_((p[i].detach() - moved[i] - anchors[i]) * at::ones({}), 0.1);
+      const at::NoGradGuard no_grad;
+      for (size_t i = 0; i < p.size(); ++i) {
+        p[i].sub_(moved[i]).mul_(0.99);
+        p[i].sub_(p[i].grad(), 0.05);
+        average[i] = average[i] * 0.9 + p[i].detach() * 0.1;
+      }
+      at::_foreach_lerp_(average, p, 0.01);
+    }
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < p.size(); ++i) p[i].copy_(average[i]);
+  });
+}
+
+/// What becomes one number of this rank's rows is a number, and may stand in a loss.
+TEST(FullyShardSlices, NumbersForALogMayStandBesideALoss) {
+  expect_like_one_process([](RowEachImpl& net, const Sum& sum) {
+    const std::vector<at::Tensor> anchors = copies_of(net);
+    torch::optim::SGD sgd(net.parameters(), 0.05);
+    for (int step = 0; step < 3; ++step) {
+      const std::vector<at::Tensor> now = copies_of(net);
+      at::Tensor drift = at::zeros({});
+      for (size_t i = 0; i < now.size(); ++i) drift = drift + (now[i] - anchors[i]).square().sum() + at::mse_loss(now[i], anchors[i], at::Reduction::Sum);
+      const at::Tensor norm = at::stack(at::_foreach_norm(now)).square().sum();
+      sum(drift);
+      sgd.zero_grad();
+      const at::Tensor loss = net.forward(input()).square().mean();
+      (loss * (1 + drift) + at::l1_loss(now[0], anchors[0], at::Reduction::Sum) + loss.detach() * norm).backward();
+      sgd.step();
+    }
+  });
+}
+
+TEST(FullyShardSlices, PenaltiesOnGradientsGoOn) {
+  expect_like_one_process([](RowEachImpl& net, const Sum&) {
+    torch::optim::SGD sgd(net.parameters(), 0.05);
+    for (int step = 0; step < 2; ++step) {
+      const at::Tensor loss = net.forward(input()).square().mean();
+      const at::Tensor along = at::ones_like(net.table->weight) * net.table->weight.detach(), scale = net.gain.detach() * 1;
+      const auto slopes = torch::autograd::grad({loss}, {net.gain, net.table->weight}, {}, /*retain_graph=*/true, /*create_graph=*/true);
+      sgd.zero_grad();
+      (loss + slopes[0].square() + (slopes[1] * along * at::ones_like(slopes[1])).sum() + (net.gain * slopes[0] - scale).square()).backward();
+      sgd.step();
+    }
+  });
+}
+
+/// A learned rate of the program's own is of no wrapper: what it does with rows is this rank's part of a sum.
+TEST(FullyShardSlices, RowsBesideWhatTheProgramLearnsByItselfAreItsOwn) {
+  expect_like_one_process([](RowEachImpl& net, const Sum& sum) {
+    const at::Tensor rate = at::full({}, 0.1).requires_grad_();
+    const std::vector<at::Tensor> anchors = copies_of(net);
+    for (int step = 0; step < 3; ++step) {
+      net.zero_grad();
+      rate.mutable_grad() = at::Tensor();
+      net.forward(input()).square().mean().backward();
+      at::Tensor far = at::zeros({});
+      for (size_t i = 0; i < anchors.size(); ++i) {
+        const at::Tensor p = net.parameters()[i];
+        const at::Tensor mask = at::full_like(p.detach(), 0.5).requires_grad_();
+        far = far + ((p.detach() - rate.exp() * p.grad()) * mask - anchors[i]).square().sum();
+      }
+      far.backward();
+      sum(rate.grad());
+      const at::NoGradGuard no_grad;
+      rate.sub_(rate.grad(), 0.01);
+      for (const at::Tensor& p : net.parameters()) p.sub_(p.grad() * rate.detach());
+    }
+  });
+}
+
+/// And follows its student by handles.
+TEST(FullyShardSlices, ATeacherTeachesByWhatItReturns) {
+  for (const int ranks : {2, 3}) {
+    const auto train = [](RowEachImpl& net, RowEachImpl& teacher) {
+      torch::optim::SGD sgd(net.parameters(), 0.05);
+      for (int step = 0; step < 3; ++step) {
+        at::Tensor target;
+        {
+          const at::NoGradGuard no_grad;
+          target = teacher.forward(input());
+        }
+        sgd.zero_grad();
+        const at::Tensor out = net.forward(input());
+        at::mse_loss(out * 1.5, target * 1.5).backward();
+        sgd.step();
+        for (size_t i = 0; i < teacher.parameters().size(); ++i) {
+          teacher.parameters()[i].data().mul_(0.9).add_(net.parameters()[i].detach() * 0.1);
+        }
+      }
+    };
+    RowEachImpl whole(ranks), whole_teacher(ranks, /*seed=*/2);
+    train(whole, whole_teacher);
+    run_ranks(ranks, [&](World& world) {
+      RowEachImpl net(ranks), teacher(ranks, /*seed=*/2);
+      const auto sharded = fully_shard(net, world.group(), {.wrap = "*", .average = true});
+      const auto taught = fully_shard(teacher, world.group(), {.wrap = "*", .average = true});
+      train(net, teacher);
+      EXPECT_LT(slice_difference(net, named_values(whole), /*values=*/true), 20 * parity);
+      EXPECT_LT(slice_difference(teacher, named_values(whole_teacher), /*values=*/true), 20 * parity);
+    });
+  }
+}
+
+/// However a program came to them: from before, by hand, of the module made whole.
+TEST(FullyShardSlices, WholeAnchorsAreRight) {
+  for (const int ranks : {2, 3}) {
+    run_ranks(ranks, [&](World& world) {
+      RowEachImpl net(ranks), other(ranks);
+      const at::Tensor before = net.table->weight.detach().clone();
+      const auto beside = fully_shard(other, world.group(), {.wrap = "*"});
+      auto sharded = fully_shard(net, world.group(), {.wrap = "*", .average = true});
+      const at::Tensor rows = net.table->weight.detach();
+      const at::Tensor gathered = at::empty({ranks, 4});
+      comm::all_gather(world.group(), gathered, rows);
+      std::vector<at::Tensor> sent;
+      for (int rank = 0; rank < ranks; ++rank) {
+        const at::Tensor& part = sent.emplace_back(rank == world.rank() ? rows.clone() : at::empty_like(rows));
+        comm::broadcast_async(world.group(), part, rank).wait();
+      }
+      const at::Tensor by_hand = at::cat(sent);
+      unshard(net);
+      const at::Tensor unsharded = net.table->weight.detach().clone();
+      sharded = fully_shard(net, world.group(), {.wrap = "*", .average = true});
+      const at::Tensor loss = net.forward(input()).square().sum();
+      for (const at::Tensor& anchor : {before, gathered, by_hand, unsharded}) {
+        EXPECT_TRUE(at::equal(anchor, before));
+        EXPECT_EQ((net.table->weight.exp() - anchor.exp()).square().sum().item<float>(), 0);
+        EXPECT_EQ((net.table->weight - anchor).square().sum().item<float>(), 0);
+      }
+      loss.backward();
+    });
+  }
+}
+
+/// Nor does it make of the whole's memory anything else.
+TEST(FullyShardSlices, WhatIsLaidOutAsTheyAreIsNotMadeOfThem) {
+  run_ranks(2, [&](World& world) {
+    RowEachImpl net(2);
+    const auto sharded = fully_shard(net, world.group(), {.wrap = "*"});
+    const at::Tensor rows = net.table->weight.detach().clone(), mask = at::full({4}, 2.);
+    (void)mask.view_as(rows);
+    (void)mask.expand_as(rows);
+    (void)mask.to(rows);
+    const at::Tensor loss = net.forward(input()).square().sum();
+    EXPECT_EQ((net.table->weight * mask).sizes(), (at::IntArrayRef{2, 4}));
+    EXPECT_EQ((net.table->weight.exp() * mask).sizes(), (at::IntArrayRef{2, 4}));
+    loss.backward();
+  });
 }
 
 }  // namespace
