@@ -131,7 +131,13 @@ void check_agreement(const nlohmann::json& saved, const nlohmann::json& current,
     require(before == value, key, " = ", value, ": ", source, " was written with ", before,
             "; resume with the same value, or start anew with checkpoint.resume = \"\"");
   };
+  const auto is_idle = [&](const std::string& key) {  // not both runs read it: what makes them do so has to agree itself
+    const bool adapted = current.value("lora.modules", "") != "" && theirs("lora.modules") != "\"\"";
+    const bool shuffled = current.value("data.shuffle", true) && theirs("data.shuffle") == "true";
+    return ((key == "lora.rank" || key == "lora.alpha") && !adapted) || (key == "data.seed" && !shuffled);
+  };
   for (const auto& [key, value] : current.items()) {
+    if (is_idle(key)) continue;
     if (const auto other = followed.find(key); other != followed.end()) {
       if (current.contains(other->second)) agree(other->second);
       require(theirs(key) == value.dump(), other->second, " = ", value.dump(), ": ", key, " is not set and follows it, and ", source, " was written with ", key,

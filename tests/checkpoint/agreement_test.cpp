@@ -66,6 +66,24 @@ TEST(Agreement, NamesTheFirstKeyThatDiffersWithBothValues) {
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("data.files = \"i\""), HasSubstr("\"h\""))));
 }
 
+/// Beside nothing that reads it a key may be anything; who begins to read it is told of that.
+TEST(Agreement, WhatNothingReadsNeedNotAgree) {
+  const auto changed = [](const std::function<void(Config&)>& change) {
+    Config config = example_config();
+    change(config);
+    return agreement_of(config, "h");
+  };
+  const auto rank = [](Config& config) { config.lora.rank = 3, config.lora.alpha = 5; };
+  EXPECT_NO_THROW(check_agreement(changed([](Config&) {}), changed(rank), "ckpt"));
+  EXPECT_NO_THROW(check_agreement(changed(rank), changed([](Config&) {}), "ckpt"));
+  const auto in_order = [](int64_t seed) { return [seed](Config& config) { config.data.shuffle = false, config.data.seed = seed; }; };
+  EXPECT_NO_THROW(check_agreement(changed(in_order(1)), changed(in_order(2)), "ckpt"));
+  const auto adapted = [](int64_t rank) { return [rank](Config& config) { config.lora.modules = "layers.*", config.lora.rank = rank; }; };
+  EXPECT_THAT([&] { check_agreement(changed(rank), changed(adapted(3)), "ckpt"); }, ThrowsMessage<ConfigError>(HasSubstr("lora.modules = \"layers.*\"")));
+  EXPECT_THAT([&] { check_agreement(changed(adapted(4)), changed(adapted(3)), "ckpt"); }, ThrowsMessage<ConfigError>(HasSubstr("lora.rank = 3: ckpt was")));
+  EXPECT_THAT([&] { check_agreement(changed(in_order(1)), changed([](Config&) {}), "ckpt"); }, ThrowsMessage<ConfigError>(HasSubstr("data.shuffle = true")));
+}
+
 TEST(Agreement, SaysThatTheTextHasChangedInWords) {
   const auto told = [](const nlohmann::json& now) -> std::string {
     try {
