@@ -108,7 +108,11 @@ bool DryRun::fits() const { return memory_limit == 0 || needed_bytes(largest_cla
 
 int64_t needed_bytes(const RankClass& ranks) { return std::max(ranks.reserved_bytes, total_of(ranks.peak_bytes)); }
 
-const RankClass& largest_class(const DryRun& run) { return *std::ranges::max_element(run.ranks, std::ranges::less(), needed_bytes); }
+const RankClass& largest_class(const DryRun& run) {
+  // What is reserved comes in large pieces, and is the same for ranks that need more of it than others.
+  const auto bytes = [](const RankClass& ranks) { return std::pair(needed_bytes(ranks), total_of(ranks.peak_bytes)); };
+  return *std::ranges::max_element(run.ranks, std::ranges::less(), bytes);
+}
 
 DryRun dry_run(const Config& asked, int world, const DryRunOptions& options) {
   Config config = asked;

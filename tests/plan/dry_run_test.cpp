@@ -596,6 +596,15 @@ TEST_F(DryRunTest, AnAllocatorReservesMoreThanIsAliveAndTheSameHoweverManyMicroB
   }
 }
 
+/// What is reserved comes in pieces of 2 MiB, so that ranks are alike in it that are not in their tensors.
+TEST(DryRunRanks, TheLargestIsThatOfTheLargestTensorsWhereReservesAreEqual) {
+  plan::DryRun run;
+  for (const int64_t peak : {10, 15, 12}) run.ranks.push_back({.peak_bytes = {peak, 1}, .reserved_bytes = 2 << 20});
+  EXPECT_EQ(total_of(plan::largest_class(run).peak_bytes), 16);
+  run.ranks.back().reserved_bytes = 4 << 20;
+  EXPECT_EQ(total_of(plan::largest_class(run).peak_bytes), 13);
+}
+
 TEST_F(DryRunTest, WhatAnAllocatorReservesHasToFit) {
   Config settings = larger({});
   const auto reserved = plan::dry_run(settings, 1, {.allocator = plan::DeviceAllocator{}}).ranks.front().reserved_bytes;
