@@ -15,7 +15,7 @@
 #include "tessera/nn/attach.h"
 #include "tessera/nn/linear.h"
 #include "tessera/nn/parameter.h"
-#include "tessera/quantize/sharded_matrix.h"
+#include "tessera/quantize/sharded_weights.h"
 
 // One weight after the other is made whole, brought into its codes, and let go of, so that a model need not fit in its own type. Scales are those of the whole,
 // of which every rank that holds a part makes all: no rank has to ask another, and a block that is cut has one scale.
@@ -67,11 +67,11 @@ Product product_of(std::shared_ptr<const kernels::QuantizedMatrix> matrix) {
   return [matrix = std::move(matrix)](const at::Tensor& x) { return kernels::quantized_linear(x, matrix); };
 }
 
-Product product_of(std::shared_ptr<const ShardedMatrix> matrix, const Sharding& sharding) {
-  return [matrix = std::move(matrix), group = sharding.group, stays = !sharding.reshard_after_forward](const at::Tensor& x) {
-    if (stays) return kernels::quantized_linear(x, matrix->gather());
+Product product_of(std::shared_ptr<ShardedWeights> weights, size_t index, const Sharding& sharding) {
+  return [weights = std::move(weights), index, group = sharding.group, stays = !sharding.reshard_after_forward](const at::Tensor& x) {
+    if (stays) return kernels::quantized_linear(x, weights->gather(index));
     if (at::GradMode::is_enabled() && x.requires_grad()) group.in_backward().by_graphs = true;
-    return kernels::quantized_linear(x, [matrix] { return matrix->gather(); });
+    return kernels::quantized_linear(x, [weights, index] { return weights->gather(index); });
   };
 }
 
@@ -87,6 +87,7 @@ std::vector<std::string> weights_named(torch::nn::Module& root, const std::vecto
 Report quantize_weights(torch::nn::Module& root, const Options& options, at::Device device, const Fill& fill, bool part_of_model) {
   nn::assign_paths(root);
   Report report;
+  const auto shares = std::make_shared<ShardedWeights>(options.sharding.prefetch);
   for (const auto& [path, linear] : linears_named(root, options.modules, part_of_model)) {
     const Slice held = nn::slice_of(linear->weight);
     require(
@@ -107,11 +108,17 @@ Report quantize_weights(torch::nn::Module& root, const Options& options, at::Dev
     const MemoryScope scope(MemoryCategory::Parameters);
     const auto matrix = std::make_shared<kernels::QuantizedMatrix>(kernels::quantize(whole, options.form, part_of(held), device));
     const bool shared = options.sharding.group.size() > 1 && !nn::matches(options.sharding.whole, path);
-    const auto share = shared ? std::make_shared<ShardedMatrix>(*matrix, options.sharding.group) : nullptr;
-    linear->set_product(shared ? product_of(share, options.sharding) : product_of(matrix));
     report.weights.push_back(held.name);
-    report.elements += (shared ? share->rows() : matrix->part.rows) * matrix->part.columns;
-    report.bytes += shared ? share->bytes() : matrix->bytes();
+    if (!shared) {
+      linear->set_product(product_of(matrix));
+      report.elements += matrix->part.rows * matrix->part.columns;
+      report.bytes += matrix->bytes();
+      continue;
+    }
+    const size_t index = shares->add(ShardedMatrix(*matrix, options.sharding.group));
+    linear->set_product(product_of(shares, index, options.sharding));
+    report.elements += shares->at(index).rows() * matrix->part.columns;
+    report.bytes += shares->at(index).bytes();
   }
   return report;
 }

@@ -16,10 +16,11 @@
 namespace tessera::quantize {
 
 /// The ranks that share out, by rows, what each of them would hold of a weight, as fully_shard() does with parameters: over the same ranks, which then compute
-/// every layer alike and equally often. A weight is gathered for its product and again for its gradient (sharded_matrix.h has traffic and memory).
+/// every layer alike and equally often. A weight is gathered for its product and again for its gradient (sharded_matrix.h has the traffic).
 struct Sharding {
   comm::Group group{};
   bool reshard_after_forward = true;  ///< false: what a forward has gathered stays until its backward
+  bool prefetch = true;               ///< the next weight is on its way while one is used (sharded_weights.h)
   std::string whole{};                ///< layers that every rank keeps whole, by a pattern of paths
 };
 

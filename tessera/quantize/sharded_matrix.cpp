@@ -1,11 +1,11 @@
 #include "tessera/quantize/sharded_matrix.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
-#include "tessera/comm/collectives.h"
 #include "tessera/memory/memory.h"
 #include "tessera/nn/not_repeated.h"
 #include "tessera/nn/operator_watch.h"
@@ -57,15 +57,15 @@ kernels::QuantizedMatrix ShardedMatrix::over(const at::Tensor& records) const {
   return matrix;
 }
 
-std::shared_ptr<const kernels::QuantizedMatrix> ShardedMatrix::gather() const {
+ShardedMatrix::Gathered ShardedMatrix::gather() const {
   const Gathering quietly;
   at::Tensor records;
   {
     const MemoryScope scope(MemoryCategory::Comm);
     records = at::empty({group_.size() * share_, records_.size(1)}, records_.options());
   }
-  comm::all_gather(group_, records, records_);
-  return std::make_shared<kernels::QuantizedMatrix>(over(records.narrow(0, 0, frame_.part.rows)));
+  comm::Pending arrived = comm::all_gather_async(group_, records, records_);
+  return {std::make_shared<kernels::QuantizedMatrix>(over(records.narrow(0, 0, frame_.part.rows))), std::move(arrived)};
 }
 
 int64_t ShardedMatrix::rows() const { return std::clamp<int64_t>(frame_.part.rows - group_.rank() * share_, 0, share_); }

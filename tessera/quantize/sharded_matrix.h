@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "tessera/comm/collectives.h"
 #include "tessera/comm/group.h"
 #include "tessera/kernels/quantized_linear.h"
 
@@ -17,9 +18,13 @@ class ShardedMatrix {
   /// Of `whole`, of which all ranks of the group would hold the same.
   ShardedMatrix(const kernels::QuantizedMatrix& whole, const comm::Group& group);
 
-  /// All rows, in memory that ends with what is given. Collective: an all_gather of a rank's codes and scales, B bytes of the matrix in all: a rank sends
-  /// B (n-1)/n. Throws CommError.
-  std::shared_ptr<const kernels::QuantizedMatrix> gather() const;
+  /// All rows, in memory of their own, once `arrived` has been waited for.
+  struct Gathered {
+    std::shared_ptr<const kernels::QuantizedMatrix> matrix;
+    comm::Pending arrived;
+  };
+  /// Collective: an all_gather of a rank's codes and scales, B bytes of the matrix in all: a rank sends B (n-1)/n. Throws CommError, here or from the wait.
+  Gathered gather() const;
 
   int64_t rows() const;   ///< that are kept here, without padding
   int64_t bytes() const;  ///< that are kept here

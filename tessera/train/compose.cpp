@@ -462,6 +462,7 @@ quantize::Sharding code_sharding(const Config& config, const Mesh& mesh) {
   const bool tiled_apart = config.recompute.ffn_tile > 0 && config.mesh.cp != 1;
   return {.group = mesh[mesh_roles(config).shard],
           .reshard_after_forward = config.zero.reshard_after_forward,
+          .prefetch = config.zero.prefetch > 0,
           .whole = tiled_apart ? tiled_layers(config) + ".*.**" : ""};
 }
 

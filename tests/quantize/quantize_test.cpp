@@ -18,6 +18,7 @@
 #include "tessera/memory/memory.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/parameter.h"
+#include "tessera/quantize/sharded_weights.h"
 
 namespace tessera {
 namespace {
@@ -135,6 +136,55 @@ TEST(Quantize, WhatIsGatheredGoesBehindItsProduct) {
       EXPECT_EQ(tracker.current(MemoryCategory::Comm), 0);
     });
   }
+}
+
+/// Uses in a forward, in what is computed again, and in a backward pass, as a model of four layers makes them.
+TEST(ShardedWeights, TheNextIsOnItsWayWithinAPass) {
+  comm::run_ranks(3, [](comm::World& world) {
+    constexpr int64_t kLayers = 4;
+    std::vector<at::Tensor> wholes;
+    const auto weights = std::make_shared<quantize::ShardedWeights>(/*ahead=*/true);
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      const at::Tensor whole = at::full({5, 5}, static_cast<double>(layer + 1));
+      const auto matrix = kernels::quantize(whole, {.format = kernels::WeightFormat::Int8}, {.rows = 5, .columns = 5, .whole_columns = 5}, at::kCPU);
+      weights->add(quantize::ShardedMatrix(matrix, world.group()));
+      wholes.push_back(kernels::dequantize(matrix, 0, 5, at::kFloat));
+    }
+    const auto forward = [&](at::Tensor x) {
+      for (size_t layer = 0; layer < kLayers; ++layer) x = kernels::quantized_linear(x, [weights, layer] { return weights->gather(layer); });
+      return x;
+    };
+    at::Tensor product = wholes[3].matmul(wholes[2]).matmul(wholes[1]).matmul(wholes[0]);
+    const auto step = [&] {
+      const at::Tensor x = at::ones({2, 5}).requires_grad_();
+      forward(x).sum().backward();
+      EXPECT_TRUE(at::allclose(x.grad(), product.sum(0).expand({2, 5})));
+    };
+    const auto in = [&](const std::function<void()>& uses) {
+      const auto before = weights->statistics();
+      uses();
+      return std::pair(weights->statistics().gathers - before.gathers, weights->statistics().foretold - before.foretold);
+    };
+    EXPECT_EQ(in(step), std::pair(2 * kLayers, int64_t{0})) << "nobody knows yet";
+    step();
+    EXPECT_EQ(in(step), std::pair(2 * kLayers, 2 * (kLayers - 1))) << "but for the first of each pass";
+    {
+      const at::NoGradGuard evaluating;
+      EXPECT_EQ(in([&] { forward(at::ones({1, 5})); }), std::pair(kLayers, kLayers - 1));
+      EXPECT_TRUE(at::allclose(forward(at::ones({1, 5})), product.sum(1).unsqueeze(0)));
+    }
+    EXPECT_EQ(in(step).first, 2 * kLayers) << "none that nobody uses";
+    // Another order costs what was on its way.
+    weights->gather(0);
+    EXPECT_EQ(in([&] { weights->gather(3); }).second, 0);
+    EXPECT_TRUE(at::equal(kernels::dequantize(*weights->gather(3), 0, 5, at::kFloat), wholes[3]));
+    const auto unforetold = std::make_shared<quantize::ShardedWeights>(/*ahead=*/false);
+    for (size_t layer = 0; layer < kLayers; ++layer) unforetold->add(weights->at(layer));
+    for (int pass = 0; pass < 3; ++pass) {
+      for (size_t layer = 0; layer < kLayers; ++layer) unforetold->gather(layer);
+    }
+    EXPECT_EQ(unforetold->statistics().foretold, 0);
+  });
 }
 
 TEST(Quantize, RefusesByName) {
