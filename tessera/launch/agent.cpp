@@ -22,9 +22,8 @@
 #include "tessera/launch/watch.h"
 
 // The loop looks at its workers, at signals and at what the link last brought, asks a pure function (round.h) what to do, does that one thing, and looks again.
-// It never waits for the network: the link has a thread that may be stuck, and is then left behind for another. Without word from the others for long this
-// node's ranks wait in vain and are ended, while the agent tries to come back. Silence is counted only while this process ran, or waking a suspended machine
-// would make everyone else seem dead.
+// It never waits for the network: the link has a thread that may be stuck, and is then left behind for another. Silence is counted only while this process ran,
+// or waking a suspended machine would make everyone else seem dead.
 
 namespace tessera::launch {
 namespace {
@@ -111,6 +110,7 @@ class Agent {
     const bool ran = self_.record.running;
     watch_->poll(now);
     self_.failed = watch_->failed(now);
+    self_.asked = watch_->asked();
     self_.record.done = watch_->done();
     self_.record.clean = watch_->clean();
     self_.record.failures = watch_->failures();
@@ -201,21 +201,18 @@ class Agent {
     return cut_off() ? without_others() : decide(view_->round, view_->peers, self_, rules_);
   }
 
-  /// Nobody can be asked: our ranks wait in vain for the others, and we try to come back.
+  /// Nobody can be asked.
   Step without_others() {
-    if (watch_ && watch_->running()) {
-      if (!self_.interrupted) watch_->stop(SIGTERM, duration(options_.failure_grace_s), Clock::now());
-    } else if (self_.interrupted) {
-      const bool saved = watch_ && watch_->clean();
-      return {.act = Act::Leave, .exit_code = saved ? 0 : 1, .sentence = saved ? "" : interrupted_alone()};
-    }
-    if (silence_.elapsed_s() > rules_.join_timeout_s) return {.act = Act::Leave, .exit_code = 1, .sentence = no_rendezvous()};
+    Step step = decide_alone(self_, silence_.elapsed_s(), rules_);
+    if (step.act == Act::Leave && step.exit_code != 0) step.sentence = self_.interrupted ? interrupted_alone() : no_rendezvous();
+    if (step.act == Act::Leave) return step;
+    if (step.act == Act::Stop) self_.record.ended_alone = true;
     if (options_.talkative && told_number_ == 0 && silence_.elapsed_s() > tell_after_s && !std::exchange(told_that_we_wait_, true)) {
       log().info("no rendezvous at {} yet{}{}; it is tried for {:.0f} s", rules_.place, problem_.empty() ? "" : ": ", problem_, rules_.join_timeout_s);
     }
     // The line may be stuck in a request that nobody will answer.
     if (stuck_.elapsed_s() > (connecting_ ? most_s_to_connect : rules_.dead_after_s)) connect();
-    return {};
+    return step;
   }
 
   std::string interrupted_alone() const {

@@ -58,6 +58,7 @@ void Board::read_peers(View& view, Clock::time_point now) {
     Peer& peer = view.peers[others[i]->id];
     Pulse& pulse = pulses_[others[i]->id];
     const bool has_come = all_there || store_->check({keys[i]});
+    peer.there = has_come;
     if (has_come) peer.record = read_record(store_->get_to_str(keys[i]));
     if (pulse.beat != peer.record.beat || !last_) pulse = {peer.record.beat, now};
     const double silent_s = seconds(now - pulse.changed);

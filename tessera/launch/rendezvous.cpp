@@ -90,7 +90,10 @@ void Rendezvous::note(const Round& round) {
 Rendezvous::Known Rendezvous::begin_attempt() {
   const std::lock_guard lock(mutex_);
   ++known_.attempt;
-  if (!known_.lost_at) known_.lost_at = std::chrono::steady_clock::now();
+  if (!known_.lost_at) {
+    known_.lost_at = std::chrono::steady_clock::now();
+    known_.visits = {};
+  }
   return known_;
 }
 
@@ -105,7 +108,8 @@ std::unique_ptr<Board> Rendezvous::connect() {
   // Of the agents that begin a job the first one's counts, its name included: the store takes no second.
   Round initial{.nnodes = detail::concat(options_.rules.min_nodes, ':', options_.rules.max_nodes), .job = drawn_name()};
   if (alone_) return board_on(alone_, initial);
-  const Known known = begin_attempt();
+  Known known = begin_attempt();
+  learn(known);
   const bool again = known.met && (known.job.phase == Phase::Running || known.job.phase == Phase::Stopping);  // otherwise nothing is lost by beginning anew
   Store store = again ? meet_again(known) : Store{};
   const bool anew = !store;
@@ -194,7 +198,27 @@ Spare Rendezvous::state_of(c10d::Store& spare, const Known& known) const {
   return spare.check({key("followed/" + known.job.job)}) ? Spare::Followed : Spare::Undecided;
 }
 
-Rendezvous::Store Rendezvous::meet_again(const Known& known) {
+void Rendezvous::learn(Known& known) const {
+  if (!known.met || !spare_) return;
+  const Store own = spare_->clone();
+  const std::string name = key("seen/" + known.job.job);
+  if (!own->check({name})) return;
+  if (Round seen = read_round(own->get_to_str(name)); seen.number > known.job.number) known.job = std::move(seen);
+}
+
+void Rendezvous::note_visits(Known& known) {
+  if (!spare_) return;
+  const Store own = spare_->clone();
+  std::set<std::string> came;
+  for (const Node& node : known.job.nodes) {
+    if (own->deleteKey(key("came/" + node.id))) came.insert(node.id);
+  }
+  known.visits.note(came, known.lasts_s());
+  commit(known, [&] { known_.visits = known.visits; });
+}
+
+Rendezvous::Store Rendezvous::meet_again(Known known) {
+  note_visits(known);
   Loss loss{.seen = known.job, .server = known.server, .self = node_.id};
   if (Store store = meet_at_old_place(known, loss.old_place)) return store;
 
@@ -210,6 +234,7 @@ Rendezvous::Store Rendezvous::meet_again(const Known& known) {
       if (!probes[i].problem.empty()) continue;
       try {
         const Store store = comm::join_store({node.address, node.spare_port}, patience);
+        store->set(key("seen/" + known.job.job), write_round(known.job));
         if (until_one_answers) store->set(key("came/" + node_.id), "");
         loss.spares[node.id] = state_of(*store, known);
         places[node.id] = {node.address, node.spare_port};
@@ -223,16 +248,14 @@ Rendezvous::Store Rendezvous::meet_again(const Known& known) {
   const auto self = known.server == node_.id ? nodes.end() : std::ranges::find(nodes, node_.id, &Node::id);
   look_at({nodes.begin(), self}, true);
   const bool leads = stores.empty() && self != nodes.end();
-  if (leads && loss.old_place == OldPlace::NewJob) {
+  if (leads) {
     std::vector<Node> rest(self, nodes.end());
     rest.insert(rest.end(), known.job.waiting.begin(), known.job.waiting.end());
     look_at(rest, false);
   }
-  if (leads && spare_) {
-    const Store own = spare_->clone();
-    for (const Node& node : nodes) loss.came += node.id != node_.id && own->check({key("came/" + node.id)});
-  }
-  loss.lasts_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - known.lost_at.value()).count();
+  note_visits(known);
+  loss.lasts_s = known.lasts_s();
+  for (const Node& node : nodes) loss.came += known.visits.comes(node.id, loss.lasts_s, options_.rules);
 
   const WayBack way = way_back(loss, options_.rules);
   switch (way.to) {

@@ -34,8 +34,8 @@ struct RendezvousOptions {
 ///
 /// Each agent also keeps a spare store, whose port is part of its Node. When the store no longer answers, the members of the last round meet at the spare of
 /// the first one of them, in the order of their ranks, that is left. It goes on with the job if the old place is proven to be gone (its host refuses the
-/// connection), or if more than half of the last round's nodes, and at least MIN, have come to it. A host that does not answer at all cannot be told from a
-/// cut link, behind which the others may go on; in that case the rest only tries to come back.
+/// connection), or if more than half of the last round's nodes, and at least MIN, come to it. A host that does not answer at all cannot be told from a cut
+/// link, behind which the others may go on; in that case the rest only tries to come back. Whoever comes leaves word of what it has seen of the job.
 ///
 /// Another store at the old place, of a job that begins there, proves that the old one is gone as well. Where too few nodes are left for the job to go on
 /// elsewhere, and the other one has its --rdzv-id, they are of that one from then on, and so is a node that only waited and finds no member. Who goes to
@@ -67,6 +67,8 @@ class Rendezvous {
     std::string server{};
     Round job{};
     std::optional<std::chrono::steady_clock::time_point> lost_at{};
+    Visits visits{};  ///< to our spare store, since then
+    double lasts_s() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - lost_at.value()).count(); }
   };
   Known begin_attempt();
   /// Changes what is known, unless a later attempt has begun.
@@ -74,8 +76,11 @@ class Rendezvous {
   void commit(const Known& known, Change&& change);
 
   Store first_meeting(const Known& known);
+  /// Of the job, what those saw who came to our spare store: more than we, or even that it has begun.
+  void learn(Known& known) const;
+  void note_visits(Known& known);
   /// Nothing where the node is to begin anew.
-  Store meet_again(const Known& known);
+  Store meet_again(Known known);
   /// Null: who is there is no longer that of the job.
   Store meet_at_old_place(const Known& known, OldPlace& found) const;
   Store take_over(const Known& known, int quorum);

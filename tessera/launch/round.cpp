@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <ranges>
 #include <set>
+#include <utility>
 
 #include <fmt/ranges.h>
 #include <signal.h>
@@ -28,6 +29,9 @@ using Act = Step::Act;
 
 constexpr int failed = 1;
 constexpr int bad_input = 2;
+
+/// From one visit of a member to the next, which asks others in between that may not answer, and pauses.
+constexpr double visit_s = 8;
 
 bool contains(const std::vector<Node>& nodes, const std::string& id) {
   return std::ranges::any_of(nodes, [&](const Node& node) { return node.id == id; });
@@ -63,6 +67,9 @@ bool outlives(const Round& seen, const std::set<std::string>& gone, const Rules&
   take_in(next, waiting, rules);
   return seen.cause == Cause::Interrupt || static_cast<int>(next.nodes.size()) >= rules.min_nodes;
 }
+
+/// More than half.
+int majority(const std::vector<Node>& nodes) { return static_cast<int>(nodes.size()) / 2 + 1; }
 
 std::string count(size_t n, const char* what) { return detail::concat(n, ' ', what, n == 1 ? "" : "s"); }
 
@@ -230,8 +237,7 @@ class Look {
     }
     if (ended_by_itself()) {
       proposal.cause = Cause::Lost;
-      proposal.reason = detail::concat("node ", self_.node.id, " (", self_.node.address, ", ", ranks_of(round_, self_.node.id),
-                                       ") ended its ranks while the rendezvous did not answer");
+      proposal.reason = describe_ended_alone(self_.node);
       return propose(proposal);
     }
     if (all_members([](const NodeReport& record) { return record.done; })) return propose(end(std::move(proposal), 0, ""));
@@ -254,6 +260,10 @@ class Look {
   bool ended_by_itself() const {
     const NodeReport& record = self_.record;
     return record.round == round_.number && !record.running && !record.done && record.failures.empty();
+  }
+
+  std::string describe_ended_alone(const Node& node) const {
+    return detail::concat("node ", node.id, " (", node.address, ", ", ranks_of(round_, node.id), ") ended its ranks while the rendezvous did not answer");
   }
 
   Round interrupted(Round proposal) const {
@@ -296,9 +306,12 @@ class Look {
 
     Round next = round_;
     next.last_lines.clear();
+    const auto alone = std::ranges::find_if(round_.nodes, [&](const Node& node) { return is_current(record_of(node.id)) && record_of(node.id)->ended_alone; });
+    if (alone != round_.nodes.end() && round_.cause == Cause::Failure) next.reason = describe_ended_alone(*alone);
     if (some_lost) next.reason = describe_lost();
-    // Ranks that lose a node fail in all kinds of ways: that is the node's doing, and uses up no restart.
-    if (job_end.exit_code != 0 && !some_lost && round_.cause != Cause::Lost) {
+    // Ranks that lose a node, or others that their agent has ended, fail in all kinds of ways: that is no doing of theirs, and uses up no restart.
+    const bool lost_peers = some_lost || alone != round_.nodes.end() || round_.cause == Cause::Lost || round_.cause == Cause::Join;
+    if (job_end.exit_code != 0 && !lost_peers) {
       next.last_lines = last_lines;
       const std::string spent = rules_.max_restarts > 0 ? detail::concat("; restarted ", count(round_.restarts, "time"), " before") : "";
       if (round_.restarts >= rules_.max_restarts) return propose(end(next, failed, job_end.sentence + spent));
@@ -313,6 +326,7 @@ class Look {
                          detail::concat(next.reason, "; ", count(survivors.size(), "node"), " of ", round_.nodes.size(),
                                         " cannot tell whether the others go on without ", survivors.size() == 1 ? "it" : "them")));
     }
+    if (has_come(survivors) < round_.quorum) return wait();
     if (static_cast<int>(next.nodes.size()) < rules_.min_nodes) {
       return propose(
           end(next, failed,
@@ -326,6 +340,14 @@ class Look {
     if (static_cast<int>(round_.nodes.size() - missing.size()) < round_.quorum) return true;
     const bool proven = std::ranges::all_of(missing, [&](const Node& node) { return peers_.at(node.id).gone; });
     return !proven && 2 * missing.size() > round_.nodes.size() && static_cast<int>(missing.size()) >= rules_.min_nodes;
+  }
+
+  /// How many of them are of this store, and of no other one any more.
+  int64_t has_come(const std::vector<Node>& nodes) const {
+    return std::ranges::count_if(nodes, [&](const Node& node) {
+      const auto peer = peers_.find(node.id);
+      return peer == peers_.end() || peer->second.there;
+    });
   }
 
   struct Explanation {
@@ -404,6 +426,12 @@ Step decide(const Round& round, const std::map<std::string, Peer>& peers, const 
   return Look(round, peers, self, rules).step();
 }
 
+Step decide_alone(const Self& self, double silence_s, const Rules& rules) {
+  if (self.record.running) return self.asked ? Step{} : Step{.act = Act::Stop, .signal = SIGTERM};
+  if (self.interrupted) return {.act = Act::Leave, .exit_code = self.record.clean ? 0 : failed};
+  return silence_s > rules.join_timeout_s ? Step{.act = Act::Leave, .exit_code = failed} : Step{};
+}
+
 void take_note(Self& self, const Round& round) {
   if (self.job.empty()) self.job = round.job;
   if (self.job != round.job) return;
@@ -421,6 +449,16 @@ Self in_another_job(const Self& self, const Round& round) {
   }
   take_note(next, round);
   return next;
+}
+
+void Visits::note(const std::set<std::string>& ids, double at_s) {
+  if (!std::exchange(looked_, true)) return;
+  for (const std::string& id : ids) last_s_[id] = at_s;
+}
+
+bool Visits::comes(const std::string& id, double at_s, const Rules& rules) const {
+  const auto last = last_s_.find(id);
+  return last != last_s_.end() && at_s - last->second <= visit_s + rules.dead_after_s;
 }
 
 WayBack way_back(const Loss& loss, const Rules& rules) {
@@ -461,7 +499,7 @@ WayBack way_back(const Loss& loss, const Rules& rules) {
   if (new_job && !outlives(loss.seen, gone, rules)) return {.to = To::Follow};
   const int all = static_cast<int>(nodes.size());
   if (proven) return {.to = To::TakeOver};
-  if (2 * loss.came > all && loss.came >= rules.min_nodes) return {.to = To::TakeOver, .quorum = all / 2 + 1};  // those who came may have gone back
+  if (2 * loss.came > all && loss.came >= rules.min_nodes) return {.to = To::TakeOver, .quorum = majority(nodes)};  // those who came may have gone back
   gone.insert(silent.begin(), silent.end());
   const bool goes_on_there = static_cast<int>(silent.size()) >= rules.min_nodes;
   if (new_job && loss.lasts_s > rules.dead_after_s && !goes_on_there && !outlives(loss.seen, gone, rules)) return {.to = To::Follow};
@@ -483,7 +521,7 @@ std::optional<Round> caught_up(const Round& there, const Round& seen, const std:
   // Two rounds of one number are told apart by their workers' store, which is a new one each time.
   const bool later = there.number > seen.number || (there.number == seen.number && there.master == seen.master);
   if (later || there.phase == Phase::Finished || there.job != seen.job) return std::nullopt;
-  return taken_over(seen, server, there.quorum);
+  return taken_over(seen, server, there.quorum > 0 ? majority(seen.nodes) : 0);
 }
 
 std::string missing_nodes(const Round& round, const Rules& rules) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,7 +46,7 @@ struct Round {
   std::vector<Node> nodes{};    ///< members; once it runs, in the order of their ranks
   std::vector<Node> waiting{};  ///< came later
   int restarts = 0;             ///< used up by failures
-  int quorum = 0;               ///< Stopping: members that must be left, where those that are not may go on elsewhere
+  int quorum = 0;               ///< Stopping: members that must come to the store, where those that do not may go on elsewhere
   bool lacks_server = false;    ///< Stopping: of the members one went with the store, and what its ranks came to nobody knows
   comm::Endpoint master{};      ///< the workers' store
   Cause cause = Cause::None;    ///< Stopping
@@ -65,6 +66,7 @@ struct NodeReport {
   bool done = false;               ///< all ended with 0, before they were asked to end
   bool clean = false;              ///< all ended with 0, asked or not
   bool left = false;               ///< it knows that the job is finished, or gave up before it began
+  bool ended_alone = false;        ///< the agent ended them because it heard nothing of the others
   int64_t attempts_before = 0;     ///< in other jobs
   std::vector<Ending> failures{};  ///< before they were asked to end
   std::string record_sentence{};   ///< what its ranks' flight records say of the cause, if they name one
@@ -76,6 +78,7 @@ struct Peer {
   NodeReport record{};
   double silent_s = 0;  ///< since its beat was last seen to change
   bool gone = false;    ///< proven: its host answers that the agent is not there any more
+  bool there = true;    ///< it has written to this store, where one took over
 };
 
 struct Rules {
@@ -94,6 +97,7 @@ struct Self {
   std::string job{};  ///< Round::job, of which it has seen what follows; empty: none yet
   NodeReport record{};
   bool failed = false;                                          ///< a worker failed, and there was time to see why
+  bool asked = false;                                           ///< its workers were, to end
   std::optional<int> interrupted{};                             ///< by this signal
   std::optional<std::pair<int64_t, comm::Endpoint>> serving{};  ///< the workers' store for that round is up
   double waited_s = 0;                                          ///< since it first saw the job, or one before that never began
@@ -124,6 +128,10 @@ struct Step {
 
 Step decide(const Round& round, const std::map<std::string, Peer>& peers, const Self& self, const Rules& rules);
 
+/// What an agent does that has heard nothing for `silence_s`, longer than silence may last: its ranks wait in vain and are ended, and it tries to come back.
+/// Those that were asked to end have the time that they were given. What it says as it leaves is up to it.
+Step decide_alone(const Self& self, double silence_s, const Rules& rules);
+
 /// What an agent learns of itself from what it sees of its job.
 void take_note(Self& self, const Round& round);
 
@@ -147,13 +155,26 @@ enum class Spare {
   Followed,   ///< its agent has gone to another job
 };
 
+/// Members that come to a node's spare store while it has no other itself. They come every few seconds as long as they find no way back: a mark from before
+/// that, or one that is not renewed, may be of a member that has found it.
+class Visits {
+ public:
+  /// Those that have come since the look before; of the first look nobody knows since when.
+  void note(const std::set<std::string>& ids, double at_s);
+  bool comes(const std::string& id, double at_s, const Rules& rules) const;
+
+ private:
+  bool looked_ = false;
+  std::map<std::string, double> last_s_{};
+};
+
 /// What a node knows whose store vanished.
 struct Loss {
   Round seen{};  ///< last
   std::string server{}, self{};
   OldPlace old_place = OldPlace::Silent;
   std::map<std::string, Spare> spares{};  ///< by node, as far as it looked
-  int came = 1;                           ///< members that have come to its own spare store, itself among them
+  int came = 1;                           ///< members that come to its own spare store, itself among them
   double lasts_s = 0;
 };
 

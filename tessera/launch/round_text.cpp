@@ -18,7 +18,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Node, id, address, nproc, spare_port, order)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Round, phase, number, nnodes, job, attempts_before, nodes, waiting, restarts, quorum, lacks_server, master, cause, signal,
                                    reason, last_lines, exit_code)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Ending, rank, wait_status, report, last_lines)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(NodeReport, beat, round, running, done, clean, left, attempts_before, failures, record_sentence)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(NodeReport, beat, round, running, done, clean, left, ended_alone, attempts_before, failures, record_sentence)
 
 namespace {
 

@@ -23,6 +23,8 @@ class Watch {
   void poll(Clock::time_point now);
 
   bool running() const { return workers_.running(); }
+  /// To end.
+  bool asked() const { return stopped_; }
   /// All have ended with 0, before they were asked to end.
   bool done() const { return !running() && clean_ && !stopped_; }
   /// All have ended with 0, asked or not.

@@ -185,6 +185,58 @@ TEST(Rendezvous, SpareStoresOfSilentHostsAreTriedAtOnce) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
 }
 
+/// The job begins, and its server goes before all have seen that it has.
+TEST(Rendezvous, WhoHasNotSeenThatTheJobBeganGoesOnWithThoseWhoHave) {
+  for (const bool first_knows : {true, false}) {
+    const int port = comm::try_listen({host, 0})->port();
+    auto store = served_by("a", "j", port);
+    const RendezvousOptions options{.endpoint = comm::Endpoint{host, port}, .run_id = "j", .rules = {.min_nodes = 2, .max_nodes = 3}, .serves = false};
+    Rendezvous first(options), last(options);
+    first.connect(), last.connect();
+    Rendezvous& knows = first_knows ? first : last;
+    Rendezvous& learns = first_knows ? last : first;
+    const Round began{.phase = Phase::Running, .number = 1, .job = "drawn", .nodes = {{.id = "a"}, first.node(), last.node()}};
+    knows.note(began);
+    learns.note({.job = "drawn", .nodes = {{.id = "a"}, learns.node()}});
+    store.reset();
+    if (!first_knows) EXPECT_THROW(knows.connect(), CommError) << "the first has not taken over";
+    for (Rendezvous* one : {&first, &last}) EXPECT_EQ(met_in_the_end(*one), taken_over(began, "a", 0));
+  }
+}
+
+/// It was paused while the server went, and is the first in the order of ranks.
+TEST(Rendezvous, WhoWasSilentJoinsTheOneThatTookOver) {
+  const int port = comm::try_listen({host, 0})->port(), nobodys = comm::try_listen({host, 0})->port();
+  auto store = served_by("a", "j", port);
+  const RendezvousOptions options{.endpoint = comm::Endpoint{host, port}, .run_id = "j", .rules = {.min_nodes = 1, .max_nodes = 3}, .serves = false};
+  Rendezvous was_silent(options), took_over(options);
+  was_silent.connect(), took_over.connect();
+  Round seen{.phase = Phase::Running, .number = 1, .job = "drawn", .nodes = {{.id = "a"}, was_silent.node(), took_over.node()}, .master = {host, 1}};
+  was_silent.note(seen);
+  seen.nodes[1] = {.id = "silent", .address = host, .spare_port = nobodys};
+  took_over.note(seen);
+  store.reset();
+  for (Rendezvous* one : {&took_over, &was_silent}) EXPECT_EQ(met_in_the_end(*one), taken_over(seen, "a", 0));
+}
+
+TEST(Rendezvous, WhoCameOnceIsNotCountedAmongThoseWhoCome) {
+  const int port = comm::try_listen({host, 0})->port();
+  auto store = served_by("a", "j", port);
+  Rendezvous one({.endpoint = comm::Endpoint{host, port}, .run_id = "j", .rules = {.min_nodes = 1, .max_nodes = 3}, .serves = false});
+  one.connect();
+  const auto other = comm::serve_store({host, 0});
+  const Node behind{.id = "b", .address = host, .spare_port = other->getPort()};
+  const Round running{.phase = Phase::Running, .number = 1, .job = "drawn", .nodes = {{.id = "a"}, one.node(), behind}};
+  one.note(running);
+  store.reset();
+  const auto silent = comm::try_listen({host, port});
+  const auto comes = [&] { comm::join_store({host, one.node().spare_port}, std::chrono::seconds(2))->set("tessera/j/came/b", ""); };
+  comes();
+  EXPECT_THROW(one.connect(), CommError) << "b came before";
+  comes();
+  EXPECT_EQ(met_in_the_end(one), taken_over(running, "a", 2));
+}
+
 TEST(Rendezvous, AStoreThatNoAgentServesIsNamed) {
   const auto store = comm::serve_store({host, 0});
   EXPECT_THAT(told("j", store->getPort()), AllOf(HasSubstr("the store there is not served by an agent"), HasSubstr("another --rdzv-endpoint")));
