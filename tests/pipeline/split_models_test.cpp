@@ -215,11 +215,120 @@ TEST(Split, StridesArriveAsTheyWere) {
     for (int64_t dim = 0; dim < tensor.dim(); ++dim)
       EXPECT_TRUE(tensor.size(dim) < 2 || tensor.numel() == 0 || arrived.stride(dim) == tensor.stride(dim)) << tensor.sizes() << dim;
   }
-  // Gaps are closed.
+  // Gaps travel without, and arrive.
   const at::Tensor columns = base.view({6, 4}).narrow(1, 1, 2);
-  const at::Tensor arrived = tape::from_wire(tape::to_wire(columns, tape::form_of(columns)).contiguous(), tape::form_of(columns));
-  EXPECT_TRUE(at::equal(arrived, columns));
-  EXPECT_TRUE(arrived.is_contiguous());
+  for (const at::Tensor& tensor : {columns, columns.t(), columns.unsqueeze(1).expand({6, 3, 2}), base.view({24}).unfold(0, 4, 2)}) {
+    const tape::Form form = tape::form_of(tensor);
+    for (const at::Tensor& arrived : {tape::from_wire(tape::to_wire(tensor, form).contiguous(), form), tape::copy_of(tensor)}) {
+      EXPECT_TRUE(at::equal(arrived, tensor));
+      EXPECT_EQ(arrived.strides(), tensor.strides());
+      EXPECT_FALSE(arrived.is_alias_of(tensor));
+    }
+  }
+}
+
+struct AutocastScope {
+  AutocastScope(bool on, at::ScalarType dtype) : before(at::autocast::is_autocast_enabled(at::kCPU)), dtype_before(at::autocast::get_autocast_dtype(at::kCPU)) {
+    at::autocast::increment_nesting();
+    at::autocast::set_autocast_enabled(at::kCPU, on);
+    at::autocast::set_autocast_dtype(at::kCPU, dtype);
+  }
+  ~AutocastScope() {
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, before);
+    at::autocast::set_autocast_dtype(at::kCPU, dtype_before);
+  }
+  bool before;
+  at::ScalarType dtype_before;
+};
+
+/// Its second layer is in another precision than what is around.
+struct CastsLocally : torch::nn::Module {
+  explicit CastsLocally(bool on) : on(on) {
+    register_module("a", a);
+    register_module("b", b);
+    register_module("c", c);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor y = torch::tanh(a(x)).to(at::kFloat);
+    {
+      const AutocastScope local(on, at::kBFloat16);
+      y = torch::tanh(b(y)).to(at::kFloat);
+    }
+    return c(y).to(at::kFloat);
+  }
+  bool on;
+  torch::nn::Linear a{8, 8}, b{8, 8}, c{8, 4};
+};
+
+TEST(Split, AutocastThatForwardSetsAroundAPartIsSetAgain) {
+  const std::vector<at::Tensor> inputs{at::randn({3, 8}, at::detail::createCPUGenerator(1))};
+  for (const bool on : {false, true}) {
+    for (const char* at : {"b", "c"}) {
+      torch::manual_seed(1);
+      const auto model = std::make_shared<CastsLocally>(on);
+      std::optional<pipeline::SplitModel> split;
+      for (int step = 0; step < 2; ++step) {
+        {
+          std::optional<AutocastScope> around;
+          if (!on) around.emplace(true, at::kBFloat16);
+          if (!split) split = pipeline::split(model, inputs, {{at, Beginning}});
+          const auto expected = run_pass(*model, [&] { return eager(forward_of(model), inputs); });
+          expect_same(run_pass(*model, [&] { return staged(*split, inputs); }), expected);
+          EXPECT_EQ(at::autocast::is_autocast_enabled(at::kCPU), !on);
+        }
+        const at::NoGradGuard no_grad;
+        for (const at::Tensor& parameter : model->parameters()) parameter.mul_(2);  // no cast of the last step is left
+      }
+    }
+  }
+}
+
+/// The 65th kind of pass costs one that has run, the first; those that were asked for ahead stay.
+TEST(Split, KindsOfPassesThatWereRecordedAheadStay) {
+  struct Net : torch::nn::Module {
+    Net() { register_module("a", a); }
+    at::Tensor forward(const at::Tensor& x) {
+      ++calls;
+      return a(x);
+    }
+    torch::nn::Linear a{2, 2};
+    int calls = 0;
+  };
+  constexpr int64_t kinds = 70;
+  const auto model = std::make_shared<Net>();
+  const auto split = pipeline::split(model, {torch::ones({1, 2})}, {});
+  const auto is_there = [&](int64_t rows) {
+    split.expect({torch::ones({rows, 2})});
+    const int before = model->calls;
+    split.recording();
+    return model->calls == before;
+  };
+  for (int64_t rows = 2; rows <= kinds; ++rows) EXPECT_FALSE(is_there(rows));
+  for (int64_t rows = 1; rows <= kinds; ++rows) EXPECT_TRUE(is_there(rows)) << rows;
+  for (int64_t rows = 1; rows <= kinds; ++rows) {
+    const std::vector<at::Tensor> inputs{torch::ones({rows, 2})};
+    split.expect(inputs);
+    pipeline::TracedStage(split, 0, [&](int) { return inputs; }).forward(0, {});
+  }
+  EXPECT_FALSE(is_there(kinds + 1));
+  for (int64_t rows = 2; rows <= kinds; ++rows) EXPECT_TRUE(is_there(rows)) << rows;
+  EXPECT_FALSE(is_there(1));
+}
+
+TEST(Split, UndefinedOutputsAreLeftOut) {
+  struct Net : torch::nn::Module {
+    Net() {
+      register_module("a", a);
+      register_module("b", b);
+    }
+    std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> forward(const at::Tensor& x) {
+      const at::Tensor y = torch::tanh(a(x));
+      return {b(y), at::Tensor(), {at::Tensor(), y}};
+    }
+    torch::nn::Linear a{4, 4}, b{4, 4};
+  };
+  expect_split_equals_whole(std::make_shared<Net>(), {torch::ones({3, 4})}, {{"b", Beginning}});
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "tessera/nn/layers.h"
 #include "tessera/nn/meta.h"
 #include "tessera/nn/operator_watch.h"
+#include "tessera/nn/sample_scope.h"
 #include "tessera/nn/sequential.h"
 #include "tests/pipeline/split_support.h"
 #include "tests/test_device.h"
@@ -17,6 +18,7 @@ namespace {
 
 using namespace testing_support;
 using enum pipeline::SplitPoint;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 struct Tripled : torch::autograd::Function<Tripled> {
@@ -254,19 +256,17 @@ TEST(SplitModules, AModuleMayHookWhatItIsGiven) {
   using enum HookedInputNet::Others;
   torch::manual_seed(1);
   const std::vector<at::Tensor> inputs{torch::randn({3, 5})};
-  for (const auto others : {None, Looking, WrittenBefore}) {
-    for (const char* at : {"hooked", "out"}) {
+  const pipeline::SplitSpec hooked{{"hooked", Beginning}}, out{{"out", Beginning}}, both{{"hooked", Beginning}, {"out", Beginning}};
+  for (const auto others : {None, Looking, WrittenBefore, Behind}) {
+    for (const auto& splits : {hooked, out, both}) {
       torch::manual_seed(1);
       const auto model = std::make_shared<HookedInputNet>(others);
-      const auto split = pipeline::split(model, inputs, {{at, Beginning}});
+      const auto split = pipeline::split(model, inputs, splits);
       expect_same(run_pass(*model, [&] { return staged(split, inputs); }), run_pass(*model, [&] { return eager(forward_of(model), inputs); }));
     }
   }
-  for (const auto& [others, message] :
-       {std::pair(Before, "hooks a tensor that it was given (register_hook, retain_grad), and others"), {Behind, "hook (register_hook)"}}) {
-    const auto model = std::make_shared<HookedInputNet>(others);
-    EXPECT_THAT(refusal([&] { pipeline::split(model, inputs, {{"hooked", Beginning}}); }), HasSubstr(message));
-  }
+  EXPECT_THAT(refusal([&] { pipeline::split(std::make_shared<HookedInputNet>(Before), inputs, hooked); }),
+              HasSubstr("hooks a tensor that it was given (register_hook, retain_grad), and others"));
 }
 
 /// Gives back what it is given, hooked; or writes into it, behind which its hook is the old history's.
@@ -334,6 +334,23 @@ TEST(SplitModules, AModuleMayRetainTheGradientOfWhatItIsGiven) {
   EXPECT_TRUE(at::equal(model->gives_back->retained.grad(), expected));
   EXPECT_THAT(refusal([&] { pipeline::split(std::make_shared<GivesBackNet>(Retains, true), inputs, kAroundGivesBack); }),
               HasSubstr("(register_hook, retain_grad), and others"));
+}
+
+/// Which is handed on where it is recorded: a hook that comes later would be called with a part of the gradient, unless this stage sees all of it.
+TEST(SplitModules, WhatAModuleHooksInSomePassesAloneIsRefusedWhereOtherStagesUseIt) {
+  using enum GivesBackImpl::And;
+  const std::vector<at::Tensor> inputs{at::randn({3, 5}, at::detail::createCPUGenerator(1))};
+  const auto hook_later = [&](const pipeline::SplitSpec& splits, bool others = false) {
+    torch::manual_seed(1);
+    const auto model = std::make_shared<GivesBackNet>(Nothing, others);
+    const auto split = pipeline::split(model, inputs, splits);
+    model->gives_back->what = Hooks;
+    expect_same(run_pass(*model, [&] { return staged(split, inputs); }), run_pass(*model, [&] { return eager(forward_of(model), inputs); }));
+  };
+  EXPECT_THAT(refusal([&] { hook_later(kAroundGivesBack); }), HasSubstr("the call of 'gives_back' (GivesBack) hooks a tensor that it was given"));
+  EXPECT_THAT(refusal([&] { hook_later({{"gives_back", Beginning}}, /*others=*/true); }), HasSubstr("hooks a tensor that it was given"));
+  hook_later({{"gives_back", Beginning}});
+  hook_later({{"out", Beginning}});
 }
 
 /// A skip goes through the stage that hooks it, so ranks that hook differently would wait for each other.
@@ -505,7 +522,7 @@ TEST(SplitModules, WhatAModuleLeavesInAMemberIsThatOfTheShapes) {
 
 /// Behind some passes it gives something else than when it was recorded.
 struct ChangesImpl : nn::Module {
-  enum class What { GivesBack, TwoInPlaceOfOne, ShorterList, LongerList, TensorForNone, NoneForTensor, OtherSizes };
+  enum class What { GivesBack, TwoInPlaceOfOne, ShorterList, LongerList, TensorForNone, NoneForTensor, OtherSizes, OtherDtype, OwnRows, TakesGradient };
   explicit ChangesImpl(What what) : what(what) {}
   std::tuple<std::vector<at::Tensor>, std::optional<at::Tensor>> forward(const at::Tensor& x) {
     switch (what) {
@@ -525,6 +542,12 @@ struct ChangesImpl : nn::Module {
         return {{x * 2}, changed ? std::nullopt : std::optional(x * 3)};
       case What::OtherSizes:
         return {{changed ? (x * 2).narrow(0, 0, 1) : x * 2}, std::nullopt};
+      case What::OtherDtype:
+        return {{x.to(changed ? at::kBFloat16 : at::kHalf)}, std::nullopt};
+      case What::OwnRows:
+        return {{changed ? x * 2 : x.mean(0, true).expand_as(x)}, std::nullopt};
+      case What::TakesGradient:
+        return {{changed ? x * 2 : x.detach() * 2}, std::nullopt};
     }
     return {};
   }
@@ -546,7 +569,7 @@ struct ChangesNet : torch::nn::Module {
     at::Tensor y = list[0];
     for (size_t i = 1; i < list.size(); ++i) y = y + list[i] * y;
     if (more) y = y + *more;
-    y = torch::tanh(b(y));
+    y = torch::tanh(b(y.scalar_type() == at::kFloat ? y : y.to(at::kFloat)));
     return c(skips ? y + h : y);
   }
   bool skips;
@@ -582,6 +605,37 @@ TEST(SplitModules, AModuleThatGivesSomethingElseThanItWasRecordedWithIsRefused) 
   // Where one alone uses it behind the call, in its stage.
   EXPECT_THAT(refusal([&] { change(GivesBack, false, by_itself); }), HasSubstr("gives two tensors where it was recorded with one"));
   change(GivesBack, false, last);
+  // Where it crosses, or what it takes.
+  const pipeline::SplitSpec behind{{"changes", End}}, before{{"changes", Beginning}};
+  for (const auto& [what, message] : {std::pair(OtherDtype, "stage 0 sends what 'changes' gives, bfloat16 [3, 4], where it was recorded as float16 [3, 4]"),
+                                      {OwnRows, "stage 0 sends what 'changes' gives, with rows of its own"},
+                                      {TakesGradient, "stage 0 sends what 'changes' gives, with a gradient"}}) {
+    EXPECT_THAT(refusal([&] { change(what, false, behind); }), HasSubstr(message));
+    change(what, false, last);
+  }
+  EXPECT_THAT(refusal([&] { change(TakesGradient, false, before); }), HasSubstr("gives a tensor with a gradient where it was recorded with one that has none"));
+  for (const auto what : {OtherDtype, OwnRows}) change(what, false, before);
+}
+
+TEST(SplitModules, ASampleScopeInsideOfThePassIsRefused) {
+  struct OpensScope final : nn::Interceptor {
+    nn::Values call(nn::Module&, nn::Values inputs, const nn::Next& next) override {
+      nn::SampleContext here = nn::SampleScope::current();
+      here.first_column += 3;
+      const nn::SampleScope scope(here);
+      return next(std::move(inputs));
+    }
+  };
+  const std::vector<at::Tensor> inputs{torch::ones({3, 4})};
+  const nn::SampleScope around({.seed = 1, .step = 3});
+  const pipeline::SplitSpec splits{{"blocks.1", Beginning}};
+  torch::manual_seed(1);
+  Stack model;
+  const auto of_blocks = nn::attach(*model, "blocks.*", std::make_shared<OpensScope>());
+  expect_split_equals_whole(model, inputs, splits);
+  const auto of_all = nn::attach(*model, std::make_shared<OpensScope>());
+  EXPECT_THAT(refusal([&] { pipeline::split(model, inputs, splits); }),
+              AllOf(HasSubstr("the call of 'blocks.0' (Block) is made in a SampleScope"), HasSubstr("open it around the pass")));
 }
 
 /// Made again by another stage it would be other noise.

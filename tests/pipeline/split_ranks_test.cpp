@@ -281,6 +281,40 @@ TEST(SplitRanks, AStageInEvaluationDropsNothing) {
   EXPECT_TRUE(model->is_training());
 }
 
+/// Every rank records the whole pass: where a rank holds one stage, the modules of the others go along; a stage that has its own module here has its own mode.
+TEST(SplitRanks, TheModeOfAStageIsItsOwnWhereItsModuleIsHeld) {
+  struct Net : torch::nn::Module {
+    Net() {
+      register_module("layers", layers);
+      for (int i = 0; i < 2; ++i) layers->push_back(torch::nn::Sequential(torch::nn::Linear(4, 4), torch::nn::Dropout(0.5)));
+    }
+    at::Tensor forward(const at::Tensor& x) { return layers[1]->as<torch::nn::Sequential>()->forward(layers[0]->as<torch::nn::Sequential>()->forward(x)); }
+    torch::nn::ModuleList layers;
+  };
+  const auto modes = [](const Net& model) {
+    std::vector<bool> modes;
+    for (size_t i = 0; i < 2; ++i) {
+      for (const auto& module : model.layers->children()[i]->modules()) modes.push_back(module->is_training());
+    }
+    return modes;
+  };
+  const auto model = std::make_shared<Net>();
+  const auto split = pipeline::split(model, {torch::ones({2, 4})}, {{"layers.1", Beginning}});
+  const auto first = split.module(0);
+  first->eval();
+  EXPECT_EQ(modes(*model), std::vector<bool>(6, false));
+  first->train();
+  const auto second = split.module(1);
+  first->eval();
+  EXPECT_EQ(modes(*model), (std::vector<bool>{false, false, false, true, true, true}));
+  EXPECT_FALSE(model->is_training());
+  first->train();
+  second->eval();
+  EXPECT_EQ(modes(*model), (std::vector<bool>{true, true, true, false, false, false}));
+  split.module({0, 1})->train();
+  EXPECT_EQ(modes(*model), std::vector<bool>(6, true));
+}
+
 TEST(SplitRanks, DifferentGraphsAreRefusedOnEveryRank) {
   const auto run = [] {
     comm::run_ranks(2, [](comm::World& world) {

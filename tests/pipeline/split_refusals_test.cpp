@@ -34,6 +34,7 @@ enum class Fault {
   WritesOther,
   TwoParts,
   Sparse,
+  Generator,
   Unused
 };
 
@@ -91,6 +92,9 @@ struct FaultyImpl : torch::nn::Module {
         left.mul_(2);
         return y + torch::cat({left, right}, 1);
       }
+      case Fault::Generator:
+        x = x + at::randn({4}, at::detail::createCPUGenerator(7));
+        break;
       case Fault::Sparse:
         x = x.to_sparse().to_dense();
         break;
@@ -130,6 +134,16 @@ TEST(SplitRefusals, WhatIsDoneBehindTheOperatorsBack) {
   EXPECT_THAT(refused(Fault::Function), AllOf(HasSubstr("HalfGradient"), HasSubstr("TESSERA_MODULE")));
   EXPECT_THAT(refused(Fault::HookOnResult), AllOf(HasSubstr("is given a tensor with a hook (register_hook)"), HasSubstr("TESSERA_MODULE")));
   EXPECT_THAT(refused(Fault::ByHand), AllOf(HasSubstr("requires_grad was changed by hand"), HasSubstr("detach()")));
+}
+
+TEST(SplitRefusals, GeneratorsOfForwardsOwn) {
+  struct DrawsFrom : torch::nn::Module {
+    DrawsFrom() { register_module("a", a); }
+    at::Tensor forward(const at::Tensor& x) { return a(x) + at::randn({4}, at::detail::getDefaultCPUGenerator()); }
+    torch::nn::Linear a{4, 4};
+  };
+  expect_split_equals_whole(std::make_shared<DrawsFrom>(), {torch::ones({3, 4})}, {});
+  EXPECT_THAT(refused(Fault::Generator), AllOf(HasSubstr("aten::randn (after 'a.bias' was used) is given a generator"), HasSubstr("TESSERA_MODULE")));
 }
 
 TEST(SplitRefusals, TensorsThatNobodyOwns) {

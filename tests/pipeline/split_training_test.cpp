@@ -4,6 +4,7 @@
 #include <torch/nn.h>
 
 #include "tessera/optim/clip_grad_norm.h"
+#include "tessera/pipeline/schedules/forwards.h"
 #include "tests/test_device.h"
 
 /// Programs whose gradients go where a recording has to look twice: writes through views, parts that are frozen and unfrozen, micro-batches that differ,
@@ -183,6 +184,96 @@ TEST(SplitTraining, AnInputThatRequiresAGradientIsSaidBefore) {
   for (const auto& crossing : split.crossings()) comes_back &= crossing.takes_gradient;
   EXPECT_TRUE(comes_back);
   stage.forward(0, {});
+}
+
+/// reshape takes a copy of what has gaps, which is written: behind a cut, too, and of what lies so in a copy of the input.
+TEST(SplitTraining, WhatHasGapsInMemoryArrivesWithThem) {
+  const auto build = layers([](LayersImpl& m, const std::vector<at::Tensor>& in) {
+    const auto parts = m.a(in[0]).chunk(2, -1);
+    const at::Tensor q = parts[0], k = torch::tanh(m.b(torch::cat({parts[1], parts[1]}, -1)));
+    const at::Tensor y = q.reshape({-1}).mul_(0.5).view({-1, 2});
+    return m.c(torch::cat({y, q}, -1) * k);
+  });
+  const auto inputs = doubles(2, {3, 4});
+  std::vector<at::Tensor> whole, in_stages;
+  {
+    const at::NoGradGuard no_grad;
+    const std::vector<Layers> models{build(), build()};
+    for (const auto& item : models[1]->named_parameters()) item.value().copy_(models[0]->named_parameters()[item.key()]);
+    whole = forward_of(models[0])(inputs[0]);
+    comm::run_ranks(2, [&](comm::World& world) {
+      const auto split = pipeline::split(models[static_cast<size_t>(world.rank())], inputs[0], kAtB);
+      const at::NoGradGuard no_grad;
+      pipeline::TracedStage stage(
+          split, world.rank(), [&](int) { return inputs[0]; },
+          [&](int, const std::vector<at::Tensor>& made) {
+            in_stages = made;
+            return at::Tensor();
+          });
+      pipeline::Executor(schedules::forwards({0, 1}, 2, 1), split.crossings(), {{world.rank(), &stage}}, {.ranks = world.group()}).run();
+    });
+  }
+  ASSERT_TRUE(at::equal(in_stages.at(0), whole.at(0)));
+  expect_trains_alike(2, build, kAtB, inputs);
+}
+
+TEST(SplitTraining, AnInputIsTakenAsItLiesInMemoryWhereThatMatters) {
+  const std::vector<at::Tensor> dense{doubles(1, {3, 4})[0]}, gaps{at::cat({dense[0], dense[0]}, 1).narrow(1, 0, 4)};
+  const auto writes = layers([](LayersImpl& m, const std::vector<at::Tensor>& in) {
+    const at::Tensor y = in[0].reshape({-1});
+    y.mul_(0.5);
+    return m.b(torch::tanh(m.a(y.view({-1, 4})))) + in[0];
+  });
+  const auto given = [](const pipeline::SplitModel& split, const std::vector<at::Tensor>& inputs) {
+    pipeline::TracedStage(split, 0, [&](int) { return inputs; }).forward(0, {});
+  };
+  const auto split = expect_split_equals_whole(writes(), gaps, kAtB);
+  EXPECT_THAT(refusal([&] { given(split, dense); }),
+              AllOf(HasSubstr("is given input 0 with strides [4, 1], where the example has [8, 1]"), HasSubstr("expect()")));
+  auto model = writes();
+  const auto example = pipeline::split(model, {dense[0].clone()}, kAtB);
+  EXPECT_THAT(refusal([&] { given(example, gaps); }), HasSubstr("is given input 0 with strides [8, 1], where the example has [4, 1]"));
+  for (int pass = 0; pass < 3; ++pass) {
+    expect_same(run_pass(*model, [&] { return staged(example, gaps); }), run_pass(*model, [&] { return eager(forward_of(model), gaps); }));
+    expect_same(run_pass(*model, [&] { return staged(example, {dense[0].clone()}); }),
+                run_pass(*model, [&] { return eager(forward_of(model), {dense[0].clone()}); }));
+  }
+  // What crosses lies as the input does.
+  const auto writes_later = layers([](LayersImpl& m, const std::vector<at::Tensor>& in) {
+    const at::Tensor h = torch::tanh(in[0]), u = m.b(m.a(h)), y = h.reshape({-1});
+    y.mul_(0.5);
+    return m.c(u * y.view({-1, 4})) + h;
+  });
+  EXPECT_THAT(refusal([&] { given(pipeline::split(writes_later(), dense, kAtBAndC), {dense[0].t().contiguous().t()}); }),
+              HasSubstr("stage 0 sends what tanh gives, with strides [1, 3], where it was recorded with [4, 1]"));
+  // Where forward writes into nothing that may be the input, it may lie as it likes: tokens are often all columns but the last.
+  const auto reads = layers([](LayersImpl& m, const std::vector<at::Tensor>& in) { return m.b(m.a(in[0].reshape({-1, 2, 2}).flatten(1)).relu_()).relu_(); });
+  given(pipeline::split(reads(), dense, kAtB), gaps);
+}
+
+/// With gradients a term more is made and sent.
+TEST(SplitTraining, AModelWhoseWaysWithoutGradientsAreOthersIsEvaluated) {
+  const auto model = layers([](LayersImpl& m, const std::vector<at::Tensor>& in) {
+    const at::Tensor h = torch::tanh(m.a(in[0])), y = m.c(torch::tanh(m.b(h)));
+    return at::GradMode::is_enabled() ? y + h.square().mean() : y;
+  })();
+  const auto inputs = doubles(1, {3, 4})[0];
+  const auto split = expect_split_equals_whole(model, inputs, kAtBAndC);
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> outputs;
+  std::list<pipeline::TracedStage> stages;
+  std::map<int, pipeline::Stage*> by_number;
+  for (int s = 0; s < split.stages(); ++s) {
+    stages.emplace_back(
+        split, s, [&](int) { return inputs; },
+        [&](int, const std::vector<at::Tensor>& made) {
+          outputs = made;
+          return at::Tensor();
+        });
+    by_number[s] = &stages.back();
+  }
+  pipeline::Executor(schedules::forwards({0, 0, 0}, 1, 1), split.crossings(), by_number, {}).run();
+  EXPECT_TRUE(at::equal(outputs.at(0), forward_of(model)(inputs).at(0)));
 }
 
 TEST(SplitTraining, MicroBatchesThatSendOtherTensorsAreRefused) {

@@ -1,6 +1,7 @@
 #include "tessera/pipeline/split/graph.h"
 
 #include <algorithm>
+#include <array>
 #include <sstream>
 
 #include <c10/core/ScalarType.h>
@@ -26,6 +27,12 @@ Form form_of(const at::Tensor& tensor) {
 
 std::string to_string(const Form& form) { return detail::concat(comm::dtype_name(form.dtype), " ", at::IntArrayRef(form.sizes)); }
 
+bool lies_alike(const at::Tensor& tensor, const Form& form) {
+  bool alike = true;
+  for (size_t d = 0; d < form.sizes.size(); ++d) alike &= form.sizes[d] == 1 || tensor.stride(static_cast<int64_t>(d)) == form.strides[d];
+  return alike || tensor.numel() == 0;
+}
+
 const Form& Value::form_before(int position) const {
   const auto after = std::ranges::find_if(forms, [&](const Change& change) { return change.node >= position; });
   return after == forms.begin() ? after->form : std::prev(after)->form;
@@ -47,6 +54,31 @@ bool uses_state(const Graph& graph, int node) {
   bool uses = false;
   for_each_use(graph.nodes[static_cast<size_t>(node)], [&](int value) { uses |= graph.values[static_cast<size_t>(value)].is_state(); });
   return uses;
+}
+
+bool gives_term(const Graph& graph, const Node& node, int value) {
+  bool takes = false, carries = false;
+  for_each_use(node, [&](int used) { takes |= used == value; });
+  for_each_result(node, [&](int made) { carries |= graph.values[static_cast<size_t>(made)].last_form().requires_grad; });
+  return takes && carries;
+}
+
+std::set<int> storages_by_layout(const Graph& graph) {
+  const auto storage_of = [&](int value) { return graph.values[static_cast<size_t>(value)].storage; };
+  std::set<int> found, written;
+  for (size_t n = graph.nodes.size(); n-- > 0;) {
+    const Node& node = graph.nodes[n];
+    constexpr std::array kinds = {"reshape", "reshape_as", "flatten", "ravel", "contiguous", "to"};
+    if (node.op && std::ranges::find(kinds, node.name) != kinds.end() && node.arguments[0].kind == Slot::Kind::Tensor) {
+      const int from = storage_of(node.arguments[0].values[0]);
+      for_each_result(node, [&](int made) {
+        const int to = storage_of(made);
+        if (written.contains(from) || written.contains(to) || found.contains(to)) found.insert(from);
+      });
+    }
+    for (const int value : node.writes) written.insert(storage_of(value));
+  }
+  return found;
 }
 
 namespace {
@@ -85,7 +117,7 @@ void print_call(std::ostream& out, const Graph& graph, int number) {
   const Node& node = graph.nodes[static_cast<size_t>(number)];
   out << (node.op ? detail::concat(node.op->schema().operator_name()) : node.name + " '" + node.path + "'") << "(";
   print_slots(out, graph, node.arguments);
-  out << ")" << (node.grad_mode ? "" : " without gradients");
+  out << ")" << (node.grad_mode ? "" : " without gradients") << to_string(node.autocast);
   for_each_result(node, [&](int value) { out << "  " << to_string(graph.values[static_cast<size_t>(value)].form_before(number + 1)); });
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include <ATen/core/ivalue.h>
 
 #include "tessera/nn/interceptor.h"
+#include "tessera/pipeline/split/autocast.h"
 
 /// What one forward pass did, as a value: the operators and calls of modules in their order, and the tensors between them.
 ///
@@ -29,7 +31,8 @@ struct Form {
   int64_t bytes() const;  ///< of its elements, those that an expanded dimension repeats once each
 };
 Form form_of(const at::Tensor& tensor);
-std::string to_string(const Form& form);  ///< "float32 [4, 3]"
+std::string to_string(const Form& form);                      ///< "float32 [4, 3]"
+bool lies_alike(const at::Tensor& tensor, const Form& form);  ///< of the same sizes: in memory, too
 
 /// A tensor of the pass.
 struct Value {
@@ -76,6 +79,7 @@ struct Node {
   std::vector<int> hooked{};                       ///< what a module that is called hooks of what it is given
   std::vector<std::function<void()>> puts_back{};  ///< before a module is called: what calls before it have left (nn::PassState)
   bool grad_mode = true;
+  Autocast autocast{};
 };
 
 /// When a module was entered and left: nodes [begin, end).
@@ -113,6 +117,10 @@ void for_each_result(const Node& node, F&& visit) {
 }
 
 bool uses_state(const Graph& graph, int node);
+/// Whether the node gives `value`, which it takes, a term of its gradient.
+bool gives_term(const Graph& graph, const Node& node, int value);
+/// Memory, by its number, of which reshape and its like show a part or take a copy, by how it lies, and where it matters, since either is written into behind.
+std::set<int> storages_by_layout(const Graph& graph);
 bool is_under(const std::string& name, const std::string& path);  ///< is it, or lies below it
 
 std::string short_name(const std::string& type);  ///< "Net" of "my::NetImpl"

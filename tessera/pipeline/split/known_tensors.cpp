@@ -143,6 +143,14 @@ KnownTensors::Hooks::Hooks(const at::Tensor& tensor) {
   retained = tensor.retains_grad();
 }
 
+// A write gives a tensor another history, and leaves its hooks with the one that it had.
+bool KnownTensors::Hooks::have_changed(const at::Tensor& tensor) const {
+  const Hooks now(tensor);
+  const auto behind = list_behind(now);
+  const bool is_hooked = behind ? behind->size() != listed : now.node != node && node && node->tensor_pre_hooks().size() != of_node;
+  return is_hooked || now.retained != retained;
+}
+
 /// A module's call runs anew, and with it what that hooks to what it returns.
 void KnownTensors::note_hooks(int value, const at::Tensor& tensor) {
   hooks_[value] = hooks_of(tensor);
@@ -157,30 +165,22 @@ bool is_used(const Graph& graph, int value) {
   for (int number = graph.size() - 1; number >= 0 && number != graph.values[static_cast<size_t>(value)].maker; --number) {
     const Node& node = graph.nodes[static_cast<size_t>(number)];
     if (std::ranges::find(node.rebased, value) != node.rebased.end()) return false;
-    bool takes = false, carries = false;
-    for_each_use(node, [&](int used) { takes |= used == value; });
-    for_each_result(node, [&](int made) { carries |= graph.values[static_cast<size_t>(made)].last_form().requires_grad; });
-    if (takes && carries) return true;
+    if (gives_term(graph, node, value)) return true;
   }
   return false;
 }
 }  // namespace
 
-// A write gives a tensor another history, and leaves its hooks with the one that it had.
 std::optional<int> KnownTensors::hooked_inside(const at::Tensor& tensor, const Hooks& before) {
-  const Hooks now(tensor);
-  const bool is_written = now.node != before.node;
-  const auto& list = before.list || is_written ? before.list : now.list;
-  const size_t of_node = before.node ? before.node->tensor_pre_hooks().size() : 0;
-  const bool is_hooked = list ? list->size() != before.listed : is_written && of_node != before.of_node;
-  const auto found = is_hooked || now.retained != before.retained ? numbers_.find(tensor.unsafeGetTensorImpl()) : numbers_.end();
+  const auto found = before.have_changed(tensor) ? numbers_.find(tensor.unsafeGetTensorImpl()) : numbers_.end();
   if (found == numbers_.end()) return std::nullopt;
   require(
       !is_used(graph_, found->second), "pipeline: ", where_.text(),
       " hooks a tensor that it was given (register_hook, retain_grad), and others were given it before: where these lie in another stage, it would be called "
       "with a part of the gradient; give it a view of its own (h.view_as(h))");
-  if (list) lists_.insert_or_assign(list.get(), std::pair(list, list->size()));
-  if (const auto node = nodes_.find(before.node.get()); node != nodes_.end()) node->second.second = of_node;
+  if (const auto list = before.list_behind(Hooks(tensor))) lists_.insert_or_assign(list.get(), std::pair(list, list->size()));
+  if (const auto node = nodes_.find(before.node.get()); node != nodes_.end()) node->second.second = node->second.first->tensor_pre_hooks().size();
+  hooks_[found->second] = hooks_of(twin(tensor));  // whoever uses it behind the call
   return found->second;
 }
 
@@ -243,7 +243,7 @@ int KnownTensors::detached(int value, const at::Tensor& tensor) {
   const int node = graph_.size();
   const int made = add(tensor, Value::Kind::Result, "", node);
   const auto slot = [](int number) { return Slot{.kind = Slot::Kind::Tensor, .values = {number}}; };
-  graph_.nodes.push_back({.op = detach, .name = "detach", .arguments = {slot(value)}, .results = {slot(made)}});
+  graph_.nodes.push_back({.op = detach, .name = "detach", .arguments = {slot(value)}, .results = {slot(made)}, .autocast = Autocast::now()});
   return made;
 }
 

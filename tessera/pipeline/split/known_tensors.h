@@ -59,6 +59,10 @@ class KnownTensors {
   /// What is hooked to a tensor, and to what made it.
   struct Hooks {
     explicit Hooks(const at::Tensor& tensor);
+    /// Whether the tensor has others since then, where nothing but the call at hand has looked at it.
+    bool have_changed(const at::Tensor& tensor) const;
+    /// The list in which those lie: a write gives the tensor another.
+    std::shared_ptr<torch::autograd::hooks_list> list_behind(const Hooks& now) const { return list || now.node != node ? list : now.list; }
 
     std::shared_ptr<torch::autograd::hooks_list> list{};
     c10::intrusive_ptr<torch::autograd::Node> node{};

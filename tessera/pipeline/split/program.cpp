@@ -10,6 +10,7 @@
 
 #include "tessera/core/error.h"
 #include "tessera/pipeline/split/known_tensors.h"
+#include "tessera/pipeline/split/wire.h"
 
 // A stage's operators, to be run again with data: registers, one a value, that are emptied as soon as nobody uses them any more, so that a stage keeps what
 // the module itself would have kept. The last use is found once, backward over the list, with what each operator makes for nobody. Operators are called by
@@ -88,8 +89,38 @@ std::string kind_of(const Slot& slot) {
   return slot.kind == Slot::Kind::Tensor ? "a tensor" : "no tensor";
 }
 
-/// `given`: what Program::Step::given_back were before the call.
-void check_call(const Graph& graph, const Node& node, const std::vector<int>& given_back, const std::vector<at::Tensor>& given,
+/// Whether other stages give it terms of a gradient that does not come by this one.
+bool is_torn(const Graph& graph, const Stages& stages, int stage, int value) {
+  const Value& known = graph.values[static_cast<size_t>(value)];
+  const StagePlan& plan = stages.stages[static_cast<size_t>(stage)];
+  if (known.is_state() || !known.form_before(plan.begin).requires_grad) return false;
+  for (int number = plan.begin - 1; number > known.maker; --number) {
+    const Node& node = graph.nodes[static_cast<size_t>(number)];
+    if (std::ranges::find(node.rebased, value) != node.rebased.end()) break;
+    if (gives_term(graph, node, value)) return true;
+  }
+  const auto input = static_cast<int>(std::ranges::find(graph.inputs, value) - graph.inputs.begin());
+  for (int later = stage + 1; later < stages.size(); ++later) {
+    const std::vector<int>& fed = stages.stages[static_cast<size_t>(later)].fed;
+    if (std::ranges::find(fed, input) != fed.end()) return true;
+  }
+  return std::ranges::any_of(
+      stages.crossings, [&](const Crossing& crossing) { return crossing.value == value && crossing.from < stage && crossing.to > stage && crossing.gradient; });
+}
+
+/// What the module hooks of what other stages use as well, it has to hook when it is recorded, too: then these are sent it from there.
+void check_hooks(const Node& node, const std::vector<std::pair<at::Tensor, KnownTensors::Hooks>>& torn) {
+  for (const auto& [tensor, before] : torn) {
+    require(
+        !before.have_changed(tensor), "pipeline: the call of '", node.path, "' (", node.name,
+        ") hooks a tensor that it was given (register_hook, retain_grad), and did not when it was recorded; other stages use it, too, so that the hook would "
+        "be called with a part of the gradient: hook it in each pass of a mode, or a view of it (x.view_as(x)), or call record_anew() on every rank between "
+        "two steps");
+  }
+}
+
+/// `given`: what Program::Step::given_back were before the call. `drops_gradients`: Program::without_gradient_ has some.
+void check_call(const Graph& graph, const Node& node, const std::vector<int>& given_back, const std::vector<at::Tensor>& given, bool drops_gradients,
                 const torch::jit::Stack& stack) {
   const auto number = static_cast<int>(&node - graph.nodes.data());
   const auto hold = [&](bool is_so, const auto&... text) {
@@ -105,6 +136,7 @@ void check_call(const Graph& graph, const Node& node, const std::vector<int>& gi
     if (value < 0) return;
     const Form& form = graph.values[static_cast<size_t>(value)].form_before(number + 1);
     hold(now.sizes() == at::IntArrayRef(form.sizes), "a tensor of ", now.sizes(), " where it was recorded with ", at::IntArrayRef(form.sizes));
+    hold(!now.requires_grad() || form.requires_grad || !drops_gradients, "a tensor with a gradient where it was recorded with one that has none");
     require(is_same_tensor(one.emplace(value, now).first->second, now), "pipeline: the call of '", node.path, "' (", node.name,
             ") gives two tensors where it was recorded with one: it gave back what it was given then, or the same twice, and who uses which of the two is not "
             "known; give a view each time that it would be the same (x.view_as(x))");
@@ -147,6 +179,10 @@ Program::Program(std::shared_ptr<const Graph> graph, const Stages& stages, int s
     first_registers_[v] = graph_->values[v].constant;
   }
   for (const int value : plan.copied) copied_[static_cast<size_t>(value)] = true;
+  for (const int c : plan.receives) {
+    const Crossing& crossing = stages.crossings[static_cast<size_t>(c)];
+    if (crossing.form.requires_grad && !crossing.gradient) without_gradient_.push_back(crossing.value);
+  }
 
   std::vector<bool> seen = kept;
   const std::vector<int> nodes = nodes_of(plan);
@@ -158,7 +194,11 @@ Program::Program(std::shared_ptr<const Graph> graph, const Stages& stages, int s
       seen[static_cast<size_t>(value)] = true;
     };
     for_each_result(node, [&](int value) { look(value, step.unused); });
-    for_each_use(node, [&](int value) { look(value, step.dead); });
+    for_each_use(node, [&](int value) {
+      look(value, step.dead);
+      const bool is_hooked = std::ranges::find(node.hooked, value) != node.hooked.end();
+      if (node.call && !is_hooked && is_torn(*graph_, stages, stage, value)) step.torn.push_back(value);
+    });
     for_each_result(node, [&](int value) {
       if (node.call && is_ambiguous(*graph_, value, nodes[n], plan.end)) step.given_back.push_back(value);
     });
@@ -170,30 +210,44 @@ Program::Program(std::shared_ptr<const Graph> graph, const Stages& stages, int s
 std::vector<at::Tensor> Program::run(const std::vector<Given>& fed) const {
   Registers registers = first_registers_;
   std::optional<at::Device> device;
+  const bool gradients = at::GradMode::is_enabled();
   for (const auto& [value, tensor] : fed) {
-    registers[static_cast<size_t>(value)] = copied_[static_cast<size_t>(value)] ? tensor.clone() : tensor;
+    // Who takes a gradient now, and did not, is found out.
+    const bool is_marked = gradients && !tensor.requires_grad() && std::ranges::find(without_gradient_, value) != without_gradient_.end();
+    const at::Tensor given = is_marked ? tensor.detach().requires_grad_() : tensor;
+    registers[static_cast<size_t>(value)] = copied_[static_cast<size_t>(value)] ? copy_of(given) : given;
     device = tensor.device();
   }
   for (size_t v = 0; v < registers.size(); ++v) {
     if (!registers[v].defined()) continue;
-    if (copied_[v] && graph_->values[v].kind == Value::Kind::Constant) registers[v] = registers[v].clone();
+    if (copied_[v] && graph_->values[v].kind == Value::Kind::Constant) registers[v] = copy_of(registers[v]);
     if (graph_->values[v].is_state()) device = registers[v].device();
   }
-  const bool gradients = at::GradMode::is_enabled();
+  Autocast autocast = Autocast::now();
+  std::optional<AutocastSwitch> autocast_switch;
   torch::jit::Stack stack;
-  for (const auto& [node, dead, unused, given_back] : steps_) {
+  for (const auto& [node, dead, unused, given_back, torn] : steps_) {
     stack.clear();
     for (const Slot& slot : node->arguments) push(stack, slot, registers, device.value_or(at::kCPU));
     std::vector<at::Tensor> given;
     for (const int value : given_back) given.push_back(at(registers, value));
+    std::vector<std::pair<at::Tensor, KnownTensors::Hooks>> hooks;
+    for (const int value : torn) hooks.emplace_back(at(registers, value), at(registers, value));
     for (const int value : dead) registers[static_cast<size_t>(value)].reset();  // the stack holds what the operator takes
+    if (node->autocast != autocast) {
+      if (!autocast_switch) autocast_switch.emplace();
+      autocast_switch->set(autocast = node->autocast);
+    }
     if (node->grad_mode || !gradients) {
       call(*node, stack);
     } else {
       const at::NoGradGuard no_grad;
       call(*node, stack);
     }
-    if (node->call) check_call(*graph_, *node, given_back, given, stack);
+    if (node->call) {
+      check_call(*graph_, *node, given_back, given, gradients && !without_gradient_.empty(), stack);
+      check_hooks(*node, hooks);
+    }
     for (size_t r = 0; r < node->results.size(); ++r) {
       const Slot& slot = node->results[r];
       if (slot.kind == Slot::Kind::Tensor) {

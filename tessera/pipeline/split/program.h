@@ -41,6 +41,8 @@ class Program {
     /// Of what a module gave back as it was given it, what several use behind the call, or another stage: whether they use what it was given or what it gives,
     /// the list does not tell.
     std::vector<int> given_back{};
+    /// Of what a module is given and was not seen to hook, what has a gradient of which this stage sees a part.
+    std::vector<int> torn{};
   };
 
   std::shared_ptr<const Graph> graph_;
@@ -49,6 +51,7 @@ class Program {
   std::vector<int> results_;
   std::vector<bool> is_stored_;  ///< not constants, which the program filled by hand
   std::vector<bool> copied_;
+  std::vector<int> without_gradient_;  ///< of what is received, what has a gradient that nothing took when the pass was recorded, so that none is sent back
 };
 
 }  // namespace tessera::tape

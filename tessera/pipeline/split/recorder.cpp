@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -22,6 +23,7 @@
 #include "tessera/nn/operator_watch.h"
 #include "tessera/nn/operators.h"
 #include "tessera/nn/pass_state.h"
+#include "tessera/nn/sample_scope.h"
 #include "tessera/pipeline/split/known_tensors.h"
 #include "tessera/pipeline/split/zeros.h"
 
@@ -136,7 +138,10 @@ class Recorder final : public nn::OperatorWatcher {
   nn::Values call(const std::string& path, nn::Module& module, nn::Values inputs, const nn::Next& next) {
     if (inside_ != nullptr) return next(std::move(inputs));
     where_.op = "the call of '" + path + "' (" + short_name(module.name()) + ")";
-    Node node{.call = next.recall(), .name = short_name(module.name()), .path = path, .grad_mode = at::GradMode::is_enabled()};
+    Node node{.call = next.recall(), .name = short_name(module.name()), .path = path, .grad_mode = at::GradMode::is_enabled(), .autocast = Autocast::now()};
+    require(nn::SampleScope::current() == sample_, "pipeline: ", where_.text(),
+            " is made in a SampleScope that the pass has opened, as SequenceParallel does around a module in which a split point lies, and a replay would not "
+            "open it; open it around the pass, attach to the modules inside one by one, or split outside of the module");
     for (const nn::PassState* const state : pass_states_) node.puts_back.push_back(state->now());
     std::optional<nn::Unwatched> our_own(std::in_place);
     for (const c10::IValue& value : inputs) {
@@ -392,13 +397,24 @@ class Recorder final : public nn::OperatorWatcher {
     }
   }
 
+  /// Made or seeded in each pass, it would go on from one to the next.
+  void refuse_generator(const c10::IValue& value) const {
+    if (!value.isGenerator() || !value.toGenerator().defined()) return;
+    const at::Generator generator = value.toGenerator();
+    require(
+        generator == at::globalContext().defaultGenerator(generator.device()), "pipeline: ", where_.text(),
+        " is given a generator of the program's own: where forward makes or seeds it in each pass, a replay would draw on from the last one; draw in a module "
+        "that is declared with TESSERA_MODULE, or from libtorch's generator");
+  }
+
   void record(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
     const auto& schema = op.schema();
-    Node node{.op = op, .name = plain_name(schema.name()), .grad_mode = at::GradMode::is_enabled()};
+    Node node{.op = op, .name = plain_name(schema.name()), .grad_mode = at::GradMode::is_enabled(), .autocast = Autocast::now()};
     const at::ArrayRef<c10::IValue> arguments(stack.data() + first, stack.size() - first);
     std::optional<std::string> state;
     for (size_t i = 0; i < arguments.size(); ++i) {
       const bool writes = nn::writes_argument(schema, arguments, i);
+      refuse_generator(arguments[i]);
       node.arguments.push_back(slot_of(arguments[i], writes));
       for (const int value : node.arguments.back().values) {
         if (value < 0) continue;
@@ -429,6 +445,7 @@ class Recorder final : public nn::OperatorWatcher {
   Where where_;
   KnownTensors known_;
   const Graph* compared_;  ///< null: nothing
+  nn::SampleContext sample_ = nn::SampleScope::current();
   std::vector<const nn::PassState*> pass_states_;
   std::unordered_map<const c10::TensorImpl*, int> state_;
   std::unordered_map<const c10::TensorImpl*, std::pair<at::Tensor, at::Tensor>> shadows_;

@@ -4,7 +4,6 @@
 #include <set>
 #include <utility>
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 
 #include "tessera/core/error.h"
@@ -58,7 +57,8 @@ Recording make_recording(torch::nn::Module& root, const Forward& forward, const 
                          const State& state, const Graph* compared) {
   const auto inside = [&](const std::string& path) { return is_above_a_split(path, splits); };
   const auto graph = std::make_shared<const Graph>(record(root, forward, inputs, inside, compared));
-  Recording recording{.graph = graph, .stages = plan_stages(*graph, choose_cuts(root, *graph, splits)), .programs = {}};
+  Recording recording{
+      .graph = graph, .stages = plan_stages(*graph, choose_cuts(root, *graph, splits)), .programs = {}, .by_layout = storages_by_layout(*graph)};
   for (int stage = 0; stage < recording.stages.size(); ++stage) recording.programs.emplace_back(graph, recording.stages, stage, state);
   recording.fingerprint = fingerprint_of(*graph, recording.stages);
   return recording;
@@ -66,9 +66,7 @@ Recording make_recording(torch::nn::Module& root, const Forward& forward, const 
 
 std::string mode_of(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
   std::string mode = at::GradMode::is_enabled() ? "gradients" : "no gradients";
-  for (const at::DeviceType type : {at::kCPU, at::kCUDA}) {
-    if (at::autocast::is_autocast_enabled(type)) mode += detail::concat(", autocast ", type, " ", at::autocast::get_autocast_dtype(type));
-  }
+  mode += to_string(Autocast::now());
   // The number of modules in each run of one mode: short for all of a large model.
   size_t run = 0;
   for (size_t i = 0; i < modules.size(); ++i, ++run) {

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,8 @@ struct Recording {
   std::shared_ptr<const Graph> graph;
   Stages stages;
   std::vector<Program> programs;
-  uint64_t fingerprint = 0;  ///< of operators, constants, shapes and cuts: equal on ranks that will run the same
+  std::set<int> by_layout{};  ///< storages_by_layout
+  uint64_t fingerprint = 0;   ///< of operators, constants, shapes and cuts: equal on ranks that will run the same
 };
 
 /// Parameters and buffers of `root` under all their names.

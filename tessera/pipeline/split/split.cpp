@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
@@ -35,7 +36,9 @@ std::vector<at::Tensor> looks_of(const std::vector<at::Tensor>& inputs) {
   for (const at::Tensor& tensor : inputs) {
     require(tensor.defined(), "pipeline: example input ", looks.size(), " is undefined; give a tensor of the shape and dtype that the pass gets");
     const auto options = tensor.options().device(at::kMeta).requires_grad(false);
-    looks.push_back(tensor.is_non_overlapping_and_dense() ? at::empty_strided(tensor.sizes(), tensor.strides(), options) : at::empty(tensor.sizes(), options));
+    bool repeats = false;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) repeats |= tensor.stride(dim) == 0 && tensor.size(dim) > 1;
+    looks.push_back(repeats ? at::empty(tensor.sizes(), options) : at::empty_strided(tensor.sizes(), tensor.strides(), options));
     looks.back().set_requires_grad(tensor.requires_grad());
   }
   return looks;
@@ -86,7 +89,7 @@ constexpr const char* kFrozenWayOut =
 }  // namespace
 
 struct SplitModel::State {
-  static constexpr size_t kMostRecordings = 64;  // where every step has new shapes, none of them is worth keeping
+  static constexpr size_t kMostRecordings = 64;  // where every step has new shapes, those that were are not worth keeping
 
   std::shared_ptr<torch::nn::Module> root;
   std::vector<std::shared_ptr<torch::nn::Module>> modules;  ///< root and what is in it
@@ -98,7 +101,10 @@ struct SplitModel::State {
     std::shared_ptr<const tape::Recording> recording;
     int64_t passes = 0;  ///< that began with it, of the first stage and micro-batch that ran here: steps
     bool fits = false;   ///< what executors were given
+    int64_t number = 0;  ///< ascending
+    bool ahead = false;  ///< asked for by recording(), and has not run since
   };
+  int64_t last_number = 0;
   std::map<std::string, Kept> recordings;
   std::set<std::string> settled;                      ///< modes in which two recordings in a row were the same
   std::vector<std::set<std::string>> owned, called;   ///< by stage
@@ -152,6 +158,27 @@ struct SplitModel::State {
     return key;
   }
 
+  /// The same sizes that lie otherwise are another kind of pass where what forward writes into goes by it.
+  static bool lie_as_recorded(const tape::Recording& recording, const std::vector<at::Tensor>& inputs) {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const tape::Value& value = recording.graph->values[static_cast<size_t>(recording.graph->inputs[i])];
+      if (!tape::lies_alike(inputs[i], value.forms.front().form) && recording.by_layout.contains(value.storage)) return false;
+    }
+    return true;
+  }
+
+  /// Room for one more. What ranks hold slices of cannot be recorded again.
+  void drop_oldest() {
+    const auto named = root->named_parameters();
+    const auto is_cut = [&](const auto& item) { return sizes.contains(item.key()) && item.value().sizes() != sizes.at(item.key()); };
+    if (std::ranges::any_of(named, is_cut)) return;
+    auto oldest = recordings.end();
+    for (auto it = recordings.begin(); it != recordings.end(); ++it) {
+      if (!it->second.ahead && (oldest == recordings.end() || it->second.number < oldest->second.number)) oldest = it;
+    }
+    if (oldest != recordings.end()) recordings.erase(oldest);
+  }
+
   /// What cuts layers (tensor parallelism, experts) changes what their calls give, and so has to be there when a pass is recorded.
   void refuse_later_cuts() const {
     for (const auto& item : root->named_parameters()) {
@@ -179,10 +206,14 @@ struct SplitModel::State {
 
   Kept& kept(int micro_batch) {
     const auto& inputs = inputs_for(micro_batch);
-    const std::string key = this->key(inputs);
-    if (recordings.size() >= kMostRecordings && !recordings.contains(key)) recordings.clear();
+    std::string key = this->key(inputs);
+    if (const auto alike = recordings.find(key); alike != recordings.end() && alike->second.recording && !lie_as_recorded(*alike->second.recording, inputs)) {
+      for (const at::Tensor& input : inputs) key += detail::concat(", strides ", input.strides());
+    }
+    if (recordings.size() >= kMostRecordings && !recordings.contains(key)) drop_oldest();
     Kept& found = recordings[key];
     if (!found.recording) {
+      found.number = ++last_number;
       refuse_slices(key);
       auto made = record_settled(inputs);
       if (owned.empty()) {
@@ -277,7 +308,7 @@ SplitModel::SplitModel(std::shared_ptr<torch::nn::Module> root, tape::Forward fo
   state_->splits = std::move(splits);
   for (const auto& item : state_->root->named_parameters()) state_->sizes[item.key()] = item.value().sizes().vec();
   expect(example_inputs);
-  state_->kept(0);
+  recording();
   if (stages() > 1) mark_parts();
 }
 
@@ -297,10 +328,15 @@ int SplitModel::stages() const { return static_cast<int>(state_->splits.size()) 
 
 std::string SplitModel::to_string() const { return tape::to_string(*recording(), tape::short_name(state_->root->name())); }
 
-std::shared_ptr<const tape::Recording> SplitModel::recording(int micro_batch) const { return state_->kept(micro_batch).recording; }
+std::shared_ptr<const tape::Recording> SplitModel::recording(int micro_batch) const {
+  State::Kept& kept = state_->kept(micro_batch);
+  kept.ahead = true;
+  return kept.recording;
+}
 
 std::shared_ptr<const tape::Recording> SplitModel::recording_to_run(int stage, int micro_batch) const {
   State::Kept& kept = state_->kept(micro_batch);
+  kept.ahead = false;
   if (stage < state_->untrained) check_untrained(stage);
   state_->check_fits(kept, micro_batch);
   state_->check_still_the_same(kept, stage, micro_batch);
@@ -327,18 +363,27 @@ void SplitModel::record_anew() const {
 }
 
 Crossings SplitModel::crossings() const {
+  std::optional<Crossings> now;
+  if (!at::GradMode::is_enabled()) now = crossings_of_now();
   const c10::InferenceMode with_gradients(false);  // whatever is on around the caller
+  Crossings all = crossings_of_now();
+  if (now && !same_ways(*now, all)) all = std::move(*now);  // an executor of forwards alone
+  if (std::ranges::find(state_->given, all) == state_->given.end()) state_->given.push_back(all);
+  return all;
+}
+
+Crossings SplitModel::crossings_of_now() const {
   const std::vector<int> numbers = state_->micro_batches();
-  Crossings all = crossings_of(recording(numbers[0])->stages, state_->untrained);
+  const auto of = [&](int number) { return crossings_of(state_->kept(number).recording->stages, state_->untrained); };
+  Crossings all = of(numbers[0]);
   for (const int number : numbers) {
-    const Crossings more = crossings_of(recording(number)->stages, state_->untrained);
+    const Crossings more = of(number);
     require(same_ways(all, more), "pipeline: micro-batches ", numbers[0], " and ", number,
             " (-1: those without shapes of their own) send other tensors between "
             "stages (",
             ways(all), "; ", ways(more), "), since forward goes another way for other shapes; make what crosses the same, or split elsewhere");
     for (size_t c = 0; c < all.size(); ++c) all[c].takes_gradient |= more[c].takes_gradient;
   }
-  if (std::ranges::find(state_->given, all) == state_->given.end()) state_->given.push_back(all);
   return all;
 }
 
@@ -363,7 +408,18 @@ std::shared_ptr<torch::nn::Module> SplitModel::module(const std::vector<int>& st
     owned.insert(state_->owned[static_cast<size_t>(stage)].begin(), state_->owned[static_cast<size_t>(stage)].end());
     called.insert(state_->called[static_cast<size_t>(stage)].begin(), state_->called[static_cast<size_t>(stage)].end());
   }
-  return part = tape::own_modules(*state_->root, owned, called);
+  const auto others = [of = std::weak_ptr(state_), key = std::vector<int>(each.begin(), each.end())] {
+    std::set<const torch::nn::Module*> others;
+    const auto state = of.lock();
+    if (!state) return others;
+    for (const auto& [stages, other] : state->handed_out) {
+      if (!other) continue;
+      for (const auto& module : other->modules()) others.insert(module.get());
+    }
+    for (const auto& module : state->handed_out.at(key)->modules()) others.erase(module.get());
+    return others;
+  };
+  return part = tape::own_modules(*state_->root, owned, called, others);
 }
 
 void SplitModel::keep_only(const std::vector<int>& stages) const {

@@ -53,7 +53,8 @@ class SplitModel {
   /// steps, on every rank.
   void record_anew() const;
   /// What an executor sends from stage to stage, for all micro-batches that expect() knows by now: a gradient comes back where it could in one of them, with
-  /// gradients on and no parameter frozen, so that freezing and unfreezing changes nothing here. Throws ConfigError where micro-batches send other tensors.
+  /// gradients on and no parameter frozen, so that freezing and unfreezing changes nothing here. Under NoGradGuard, where forward then sends other tensors:
+  /// those, and no gradient. Throws ConfigError where micro-batches send other tensors.
   Crossings crossings() const;
   /// Parameters of which several stages hold a copy.
   const std::vector<tape::SharedParameter>& shared() const;
@@ -63,7 +64,8 @@ class SplitModel {
   std::vector<int> takes(int stage) const;
   /// The parameters and buffers of one stage, by their names in the whole model. On meta: `materialize(*split.module(0), seed)` gives them memory and values.
   /// The same module at each call. It is the split model's, and lives as long as this or a copy of it does (TracedStage has one): a wrapper may be made of
-  /// `*split.module(0)`.
+  /// `*split.module(0)`. Its train() and eval() go through the whole model, whose pass every rank records, but for modules of other stages that were asked for
+  /// here, too.
   std::shared_ptr<torch::nn::Module> module(int stage) const;
   /// Those of several stages, in whatever order: one module for each set of stages.
   std::shared_ptr<torch::nn::Module> module(const std::vector<int>& stages) const;
@@ -86,6 +88,7 @@ class SplitModel {
   void check_stage(int stage) const;
   void check_untrained(int stage) const;
   void mark_parts() const;
+  Crossings crossings_of_now() const;
 
   struct State;
   std::shared_ptr<State> state_;
@@ -93,8 +96,13 @@ class SplitModel {
 
 namespace split_detail {
 
-inline void flatten_outputs(std::vector<at::Tensor>& all, const at::Tensor& output) { all.push_back(output); }
-inline void flatten_outputs(std::vector<at::Tensor>& all, const std::vector<at::Tensor>& outputs) { all.insert(all.end(), outputs.begin(), outputs.end()); }
+/// Tensors that are undefined are left out, as optional ones are.
+inline void flatten_outputs(std::vector<at::Tensor>& all, const at::Tensor& output) {
+  if (output.defined()) all.push_back(output);
+}
+inline void flatten_outputs(std::vector<at::Tensor>& all, const std::vector<at::Tensor>& outputs) {
+  for (const at::Tensor& output : outputs) flatten_outputs(all, output);
+}
 template <class T>
 void flatten_outputs(std::vector<at::Tensor>& all, const std::optional<T>& output) {
   if (output) flatten_outputs(all, *output);

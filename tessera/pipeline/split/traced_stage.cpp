@@ -10,6 +10,27 @@
 
 namespace tessera::pipeline {
 
+namespace {
+
+/// Operators give what they gave when they were recorded; a module may give something else, which nobody who receives it would expect.
+void check_sent(const tape::Recording& recording, const tape::Crossing& crossing, const at::Tensor& value) {
+  const tape::Form& form = crossing.form;
+  const auto hold = [&](bool is_so, const auto&... text) {
+    require(is_so, "pipeline: stage ", crossing.from, " sends what ", crossing.name, " gives, ", text...,
+            "; what crosses goes by what a module gave when it was recorded: give the same in each pass of a mode, or call record_anew() on every rank between "
+            "two steps");
+  };
+  hold(value.scalar_type() == form.dtype, comm::dtype_name(value.scalar_type()), " ", value.sizes(), ", where it was recorded as ",
+       comm::dtype_name(form.dtype), " ", at::IntArrayRef(form.sizes), " (a wrapper's param_dtype casts, too)");
+  hold(tape::fits_wire(value, form), "with rows of its own, where it was recorded as one that is repeated (expand)");
+  hold(!at::GradMode::is_enabled() || !value.requires_grad() || form.requires_grad, "with a gradient, where it was recorded without one");
+  const int storage = recording.graph->values[static_cast<size_t>(crossing.value)].storage;
+  hold(tape::lies_alike(value, form) || !recording.by_layout.contains(storage), "with strides ", value.strides(), ", where it was recorded with ",
+       at::IntArrayRef(form.strides), ", and forward writes in place into what is a part of it, or a copy, by how it lies (reshape)");
+}
+
+}  // namespace
+
 TracedStage::TracedStage(SplitModel model, int stage, Inputs inputs, Loss loss)
     : model_(std::move(model)), stage_(stage), inputs_(std::move(inputs)), loss_(std::move(loss)) {
   require(stage >= 0 && stage < model_.stages(), "pipeline: there is no stage ", stage, "; the model has stages 0 to ", model_.stages() - 1);
@@ -32,6 +53,11 @@ StageOutputs TracedStage::forward(int micro_batch, const std::vector<at::Tensor>
     require(tensor.defined() && tensor.sizes() == at::IntArrayRef(form.sizes) && tensor.scalar_type() == form.dtype, "pipeline: stage ", stage_, " is given ",
             tensor.defined() ? tape::to_string(tape::form_of(tensor)) : "nothing", " for input ", number, ", where ", tape::to_string(form),
             " is expected; sizes are part of a recording: call expect() with inputs of these shapes, on every rank");
+    require(
+        tape::lies_alike(tensor, form) || !recording->by_layout.contains(graph.values[static_cast<size_t>(value)].storage), "pipeline: stage ", stage_,
+        " is given input ", number, " with strides ", tensor.strides(), ", where the example has ", at::IntArrayRef(form.strides),
+        ", and forward writes in place into what is a part of it, or a copy, by how it lies (reshape); give contiguous inputs, or call expect() with inputs "
+        "that lie so, on every rank");
     const bool wants_gradient = at::GradMode::is_enabled() && tensor.requires_grad();
     require(
         !wants_gradient || model_.expects_gradient(micro_batch, number), "pipeline: stage ", stage_, " is given an input ", number,
@@ -51,7 +77,9 @@ StageOutputs TracedStage::forward(int micro_batch, const std::vector<at::Tensor>
   const std::vector<at::Tensor> results = program.run(given);
   StageOutputs outputs;
   for (const int c : plan.sends) {
-    const at::Tensor wire = tape::to_wire(results[static_cast<size_t>(program.result_number(crossing(c).value))], crossing(c).form);
+    const at::Tensor& value = results[static_cast<size_t>(program.result_number(crossing(c).value))];
+    check_sent(*recording, crossing(c), value);
+    const at::Tensor wire = tape::to_wire(value, crossing(c).form);
     outputs.values.push_back(crossing(c).copied ? wire.clone(at::MemoryFormat::Contiguous) : wire);
   }
   if (stage_ + 1 == model_.stages() && loss_) outputs.loss = loss_(micro_batch, results);
