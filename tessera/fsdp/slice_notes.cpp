@@ -8,14 +8,13 @@
 namespace tessera {
 namespace {
 
-const Ambient<std::weak_ptr<SliceNotes>> notes_here;
+const Ambient<std::shared_ptr<SliceNotes>> notes_here;
 
 }  // namespace
 
 std::shared_ptr<SliceNotes> SliceNotes::of_thread() {
-  std::shared_ptr<SliceNotes> notes = notes_here->lock();
-  if (!notes) *notes_here = notes = std::make_shared<SliceNotes>();
-  return notes;
+  if (!*notes_here) *notes_here = std::make_shared<SliceNotes>();
+  return *notes_here;
 }
 
 bool SliceNotes::Note::is_of(Wrapper wrapper) const { return std::ranges::find(wrappers, wrapper) != wrappers.end(); }
@@ -30,7 +29,7 @@ void SliceNotes::Note::add(const Note& other) {
 const SliceNotes::Note* SliceNotes::find(const at::Tensor& tensor) const {
   if (noted_.empty() || !tensor.has_storage()) return nullptr;
   const auto found = noted_.find(tensor.storage().unsafeGetStorageImpl());
-  if (found == noted_.end() || !found->second.is_current() || found->second.parameter == tensor.unsafeGetTensorImpl()) return nullptr;
+  if (found == noted_.end() || !found->second.is_current() || parameters_.contains(tensor.unsafeGetTensorImpl())) return nullptr;
   return &found->second.note;
 }
 
@@ -43,9 +42,12 @@ void SliceNotes::add(const at::Storage& memory, Noted noted) {
   noted_.insert_or_assign(memory.unsafeGetStorageImpl(), std::move(noted));
 }
 
-void SliceNotes::add_slice(const at::Storage& memory, const c10::TensorImpl* parameter, Wrapper wrapper) {
-  add(memory, {.note = {.wrappers = {wrapper}}, .parameter = parameter});
+void SliceNotes::drop_parameter(const c10::TensorImpl* parameter) {
+  const auto found = parameters_.find(parameter);
+  if (found != parameters_.end() && --found->second == 0) parameters_.erase(found);
 }
+
+void SliceNotes::add_slice(const at::Storage& memory, Wrapper wrapper) { add(memory, {.note = {.wrappers = {wrapper}}, .lasts = true}); }
 
 void SliceNotes::add_made(const at::Tensor& made, Note note) {
   if (!made.defined() || !made.has_storage()) return;
@@ -56,7 +58,7 @@ void SliceNotes::add_made(const at::Tensor& made, Note note) {
 }
 
 void SliceNotes::add_gradient(const at::Tensor& gradient, Wrapper wrapper) {
-  if (gradient.defined() && gradient.has_storage()) add(gradient.storage(), {.note = {.wrappers = {wrapper}}});
+  if (gradient.defined() && gradient.has_storage()) add(gradient.storage(), {.note = {.wrappers = {wrapper}}, .lasts = true});
 }
 
 void SliceNotes::add_written(const at::Tensor& written, const Note& note) {
@@ -70,7 +72,7 @@ void SliceNotes::add_written(const at::Tensor& written, const Note& note) {
 void SliceNotes::forget(const at::Tensor& made) {
   if (!made.defined() || !made.has_storage()) return;
   const auto found = noted_.find(made.storage().unsafeGetStorageImpl());
-  if (found != noted_.end() && found->second.writes.enabled()) noted_.erase(found);
+  if (found != noted_.end() && !found->second.lasts) noted_.erase(found);
 }
 
 }  // namespace tessera

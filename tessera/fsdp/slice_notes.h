@@ -10,10 +10,11 @@
 namespace tessera {
 
 /// Which memory has this rank's rows: slices of parameters, and what was made of them (a copy, an update, an optimizer's state), which no shape tells. By its
-/// storage, so that it is known in whatever shape it is seen; of all wrappers of a thread, for slices of one may meet wholes of another.
+/// storage, so that it is known in whatever shape it is seen; of all wrappers of a thread, for slices of one may meet wholes of another, and of those that are
+/// gone, for what was made of their slices is rows still.
 class SliceNotes {
  public:
-  using Wrapper = const void*;  ///< compared only
+  using Wrapper = int64_t;  ///< a number that no other of the thread has
 
   struct Note {
     c10::SmallVector<Wrapper, 2> wrappers;  ///< of whose slices it was made, as far as they know
@@ -22,11 +23,15 @@ class SliceNotes {
     void add(const Note& other);
   };
 
-  /// Those of this thread, which live for as long as somebody has them.
+  /// Those of this thread.
   static std::shared_ptr<SliceNotes> of_thread();
+  Wrapper new_wrapper() { return ++wrappers_; }
 
-  /// `parameter`, which may be meant as a whole there, is not of slices for that; handles on it are.
-  void add_slice(const at::Storage& memory, const c10::TensorImpl* parameter, Wrapper wrapper);
+  /// A parameter of a wrapper that lives is meant as a whole, whatever memory the program has put in its place: nothing is known of it here, but of handles.
+  void add_parameter(const c10::TensorImpl* parameter) { ++parameters_[parameter]; }
+  void drop_parameter(const c10::TensorImpl* parameter);
+
+  void add_slice(const at::Storage& memory, Wrapper wrapper);
   /// Of its own memory.
   void add_made(const at::Tensor& made, Note note);
   /// Clipping writes it past all operators, and leaves it what it is.
@@ -43,10 +48,10 @@ class SliceNotes {
   using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
   struct Noted {
     Note note;
+    bool lasts = false;  ///< of slices and gradients, whoever writes them
     Weak memory{c10::intrusive_ptr<c10::StorageImpl>()};
     c10::VariableVersion writes;  ///< disabled where they do not count
     uint32_t version = 0;         ///< of them
-    const c10::TensorImpl* parameter = nullptr;
 
     bool is_current() const { return !writes.enabled() || writes.current_version() == version; }
   };
@@ -55,7 +60,9 @@ class SliceNotes {
 
   /// While it is known no other storage has its address.
   std::unordered_map<const c10::StorageImpl*, Noted> noted_;
-  size_t many_ = 64;  ///< of them: then those that are gone are forgotten
+  size_t many_ = 64;                                            ///< of them: then those that are gone are forgotten
+  std::unordered_map<const c10::TensorImpl*, int> parameters_;  ///< how many wrappers have each
+  Wrapper wrappers_ = 0;
 };
 
 }  // namespace tessera

@@ -1,11 +1,15 @@
 #include "tessera/fsdp/unit_tensors.h"
 
 #include <algorithm>
-#include <unordered_set>
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 namespace tessera {
+namespace {
+
+constexpr size_t kMostNodesKnown = size_t{1} << 16;
+
+}  // namespace
 
 UnitTensors::UnitTensors(const ShardedUnits& units) : units_(units) {
   find_storages();
@@ -17,6 +21,11 @@ UnitTensors::UnitTensors(const ShardedUnits& units) : units_(units) {
       }
     }
   }
+  for (const auto& item : parameters_) notes_->add_parameter(item.first);
+}
+
+UnitTensors::~UnitTensors() {
+  for (const auto& item : parameters_) notes_->drop_parameter(item.first);
 }
 
 void UnitTensors::find_storages() {
@@ -28,7 +37,7 @@ void UnitTensors::find_storages() {
       storages_.emplace(parameters.whole_storage(), Storage{{unit, flat, 0}, true});
       for (size_t index = 0; index < parameters.parameters().size(); ++index) {
         storages_.emplace(parameters.slice_storage(index), Storage{{unit, flat, index}, false});
-        if (are_cut()) notes_->add_slice(parameters.slice_memory(index), parameters.parameters()[index].tensor.unsafeGetTensorImpl(), &units_);
+        if (are_cut()) notes_->add_slice(parameters.slice_memory(index), wrapper_);
       }
     }
   }
@@ -102,7 +111,7 @@ void UnitTensors::note_of_slices(const at::Tensor& made, const SliceNotes::Note&
 }
 
 void UnitTensors::note_gradients() {
-  for (const auto& item : parameters_) notes_->add_gradient(item.first->grad(), &units_);
+  for (const auto& item : parameters_) notes_->add_gradient(item.first->grad(), wrapper_);
 }
 
 void UnitTensors::forget_of_slices(const c10::IValue& value) {
@@ -123,14 +132,19 @@ bool UnitTensors::is_of_own_slices(const at::Tensor& tensor) const {
 }
 
 std::optional<UnitPlace> UnitTensors::find_behind(const at::Tensor& computed) const {
+  using Key = decltype(without_parameters_)::key_type;
   std::vector<const torch::autograd::Node*> nodes{computed.grad_fn().get()};  // the nearest first
-  std::unordered_set<const torch::autograd::Node*> met;
+  std::set<Key> met;
   for (size_t i = 0; i < nodes.size(); ++i) {
-    if (nodes[i] == nullptr || !met.insert(nodes[i]).second) continue;
+    if (nodes[i] == nullptr) continue;
+    const Key key{nodes[i], nodes[i]->sequence_nr()};
+    if (without_parameters_.contains(key) || !met.insert(key).second) continue;
     const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(nodes[i]);
     if (const UnitPlace* const place = leaf && leaf->variable.defined() ? parameter(leaf->variable) : nullptr) return *place;
     for (const torch::autograd::Edge& edge : nodes[i]->next_edges()) nodes.push_back(edge.function.get());
   }
+  if (without_parameters_.size() > kMostNodesKnown) without_parameters_.clear();
+  without_parameters_.merge(met);
   return std::nullopt;
 }
 

@@ -2,8 +2,10 @@
 
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +13,10 @@
 
 #include "tessera/fsdp/sharded_units.h"
 #include "tessera/fsdp/slice_notes.h"
+
+namespace torch::autograd {
+struct Node;
+}
 
 namespace tessera {
 
@@ -25,6 +31,9 @@ class UnitTensors {
   using Parameters = std::unordered_map<const c10::TensorImpl*, UnitPlace>;
 
   explicit UnitTensors(const ShardedUnits& units);
+  ~UnitTensors();
+  UnitTensors(const UnitTensors&) = delete;
+  UnitTensors& operator=(const UnitTensors&) = delete;
 
   /// Looks anew where the units have taken in other memory since.
   void refresh();
@@ -59,7 +68,7 @@ class UnitTensors {
   const SliceNotes::Note* of_slices(const at::Tensor& tensor) const;
   bool is_of_slices(const at::Tensor& tensor) const { return of_slices(tensor) != nullptr; }
   /// Of this wrapper's.
-  bool is_own(const SliceNotes::Note& note) const { return note.is_of(&units_); }
+  bool is_own(const SliceNotes::Note& note) const { return note.is_of(wrapper_); }
   bool is_of_own_slices(const at::Tensor& tensor) const;
   /// A parameter that autograd has `computed` of, while parameters were whole.
   std::optional<UnitPlace> find_behind(const at::Tensor& computed) const;
@@ -89,7 +98,10 @@ class UnitTensors {
   int64_t storages_of_ = 0;  ///< ShardedUnits::times_taken_in
   Parameters parameters_;
   std::shared_ptr<SliceNotes> notes_ = SliceNotes::of_thread();
-  SliceNotes::Note own_{.wrappers = {&units_}};
+  SliceNotes::Wrapper wrapper_ = notes_->new_wrapper();
+  SliceNotes::Note own_{.wrappers = {wrapper_}};
+  /// Nodes, by their addresses and numbers, behind which there is no parameter: a recurrence of the program's own is walked once.
+  mutable std::set<std::pair<const torch::autograd::Node*, uint64_t>> without_parameters_;
 };
 
 }  // namespace tessera

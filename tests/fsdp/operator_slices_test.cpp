@@ -452,6 +452,78 @@ TEST(FullyShardSlices, ThoseOfAnotherWrapperAreRefusedBesideWholesToo) {
   }
 }
 
+/// Elements, one after the other, each a unit; then a layer whose weight is seen through a view.
+struct ByElementsImpl : torch::nn::Module {
+  struct Times : torch::nn::Module {
+    Times(int64_t rows, bool adds) : adds(adds) { table = register_parameter("table", at::empty({rows, 4})); }
+    at::Tensor forward(const at::Tensor& x) { return adds ? x + table : x * table; }
+    at::Tensor table;
+    bool adds;
+  };
+  explicit ByElementsImpl(int64_t rows, uint64_t seed = 1) : scale(std::make_shared<Times>(rows, false)), shift(std::make_shared<Times>(rows, true)) {
+    register_module("scale", scale);
+    register_module("shift", shift);
+    weight = register_parameter("weight", at::empty({rows, 4}));
+    fill_parameters(*this, seed);
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::matmul(shift->forward(scale->forward(x)), weight.t()); }
+  std::shared_ptr<Times> scale, shift;
+  at::Tensor weight;
+};
+
+/// What the program puts in a parameter's place it has made of slices, which another wrapper of the thread is told, too: a parameter is one all the same.
+TEST(FullyShardSlices, AParameterIsNoneOfThemWhateverWasPutInItsPlace) {
+  for (const int ranks : {2, 3}) {
+    for (const bool other_first : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << ranks << " ranks, the other first: " << other_first);
+      const auto train = [&](ByElementsImpl& net, std::vector<at::Tensor>& seen) {
+        const at::Tensor x = at::linspace(-1, 1, 4 * ranks).view({ranks, 4});
+        for (int step = 0; step < 3; ++step) {
+          net.zero_grad();
+          net.forward(x).square().mean().backward();
+          for (const at::Tensor& p : net.parameters()) p.set_data(p.data() - 0.1 * p.grad());
+          const at::NoGradGuard no_grad;
+          seen.push_back(net.forward(x));
+          net.eval();
+          std::vector<at::Tensor> kept;
+          for (const at::Tensor& p : net.parameters()) {
+            kept.push_back(p.data());
+            p.set_data(p.detach() * 0.9);
+          }
+          seen.push_back(net.forward(x));
+          net.train();
+          for (size_t i = 0; i < kept.size(); ++i) net.parameters()[i].set_data(kept[i]);
+        }
+      };
+      ByElementsImpl whole(ranks);
+      std::vector<at::Tensor> expected;
+      train(whole, expected);
+      run_ranks(ranks, [&](World& world) {
+        ByElementsImpl net(ranks), other(ranks, /*seed=*/2);
+        const auto wrap = [&](ByElementsImpl& one) { return fully_shard(one, world.group(), {.wrap = "*", .average = true}); };
+        const auto first = wrap(other_first ? other : net), second = wrap(other_first ? net : other);
+        std::vector<at::Tensor> seen;
+        train(net, seen);
+        for (size_t i = 0; i < expected.size(); ++i)
+          EXPECT_LT((seen[i] - expected[i]).abs().max().item<double>(), 20 * parity * expected[i].abs().max().item<double>()) << i;
+      });
+    }
+  }
+}
+
+TEST(FullyShardSlices, RowsOfAWrapperThatIsGoneAreRowsStill) {
+  run_ranks(2, [](World& world) {
+    RowEachImpl net(2);
+    auto sharded = fully_shard(net, world.group(), {.wrap = "*", .average = true});
+    const at::Tensor anchor = net.table->weight.detach().clone();
+    unshard(net);
+    sharded.reset();
+    sharded = fully_shard(net, world.group(), {.wrap = "*", .average = true});
+    const at::Tensor loss = net.forward(input()).square().sum();
+    EXPECT_THAT(refusal([&] { (void)(net.table->weight.exp() - anchor.exp()); }), HasSubstr("'table.weight'"));
+  });
+}
+
 /// Sums over the ranks, where there are several.
 using Sum = std::function<void(const at::Tensor& part)>;
 using Program = std::function<void(RowEachImpl& net, const Sum& sum)>;
