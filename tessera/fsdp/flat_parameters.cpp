@@ -189,8 +189,8 @@ void FlatParameters::refuse_one_ranks_slices(const at::Tensor& whole) {
   given_slices_.clear();  // behind the last refusal: until other values are loaded, it is refused again
 }
 
-void FlatParameters::follow_requires_grad() {
-  trained_ = std::ranges::any_of(parameters_, [](const nn::NamedParameter& parameter) { return parameter.tensor.requires_grad(); });
+void FlatParameters::follow_requires_grad(bool too) {
+  trained_ = (too && trained_) || std::ranges::any_of(parameters_, [](const nn::NamedParameter& parameter) { return parameter.tensor.requires_grad(); });
 }
 
 at::Tensor FlatParameters::slice_view(size_t index) const {

@@ -47,9 +47,9 @@ class FlatParameters {
   const UnitLayout& layout() const { return layout_; }
   /// What `rank` of the group has of parameter `index`.
   Slice slice_on(int rank, size_t index) const;
-  /// Whether any of them had requires_grad set when follow_requires_grad was called last.
+  /// Whether any of them had requires_grad set when follow_requires_grad was called last; `too`: or before that.
   bool trained() const { return trained_; }
-  void follow_requires_grad();
+  void follow_requires_grad(bool too);
   /// What parameters, and views of them, lie in: while they are whole, and, each in one of its own, while they are slices. The latter is another after take_in.
   const c10::StorageImpl* whole_storage() const { return whole_.storage().unsafeGetStorageImpl(); }
   const c10::StorageImpl* slice_storage(size_t index) const { return slice_memory(index).unsafeGetStorageImpl(); }

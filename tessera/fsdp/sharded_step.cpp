@@ -79,13 +79,15 @@ ShardedStep::ShardedStep(ShardedUnits& units, const comm::Group& group, const Fu
       zeroed_(parameters_.size()) {
   if (group_.size() == 1 && replicas_.size() > 1) left_ = LeftGradients(parameters_);  // of several shards the shape tells
   listen(owner);
-  follow_requires_grad();
+  follow_requires_grad(/*too=*/false);
 }
 
-/// What is frozen or trained may change from step to step.
-void ShardedStep::follow_requires_grad() {
-  units_.follow_requires_grad();
-  for (size_t i = 0; i < parameters_.size(); ++i) trained_[i] = dispatchers_[i] != nullptr && parameters_[i].tensor.requires_grad();
+/// What is frozen or trained may change from step to step, and `too` within the forwards of one: a critic is frozen for its actor's term of a loss alone.
+void ShardedStep::follow_requires_grad(bool too) {
+  units_.follow_requires_grad(too);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    trained_[i] = (too && trained_[i]) || (dispatchers_[i] != nullptr && parameters_[i].tensor.requires_grad());
+  }
   used_.want(trained_);
 }
 
@@ -186,7 +188,7 @@ void ShardedStep::begin(Drive drive) {
   if (drive == Drive::Engine || held_.empty()) units_.clear_sums();
   const bool stays = drive == Drive::Loop;  // what a forward before has left for this backward
   units_.release_all(stays);                // what a step left that did not end
-  follow_requires_grad();
+  follow_requires_grad(/*too=*/false);
   if (drive == Drive::Loop && group_.rank() + replicas_.rank() == 0 && !std::exchange(told_of_tied_, true)) warn_of_tied("fully_shard", parameters_);
   if (drive == Drive::Engine) {
     held_.clear();
@@ -345,6 +347,7 @@ void ShardedStep::begin_backward() {
   if (in_backward_) return;           // a pass inside of another belongs to it
   if (!running_) begin(Drive::Loop);  // over a graph that was kept
   in_backward_ = true;
+  if (drive_ == Drive::Loop) follow_requires_grad(/*too=*/true);
   accumulates_ = accumulates();
   last_ = engine_last_ && !callbacks_.held();
   waits_for_end_ = !may_start_early();
@@ -473,6 +476,9 @@ void ShardedStep::take_up(size_t parameter) {
           ": a torch::autograd::Function was given the parameter before any operator, when it was this rank's slice; let an operator use it, or the module's "
           "input with it, before. Or the forward ran in another thread than the one that called fully_shard, whose operators alone are seen; call fully_shard "
           "in the thread that runs the model");
+  require(trained_[parameter], "fully_shard: '", name,
+          "' was unfrozen for a part of a forward alone, and its gradient comes; let it require a gradient where backward begins, or change requires_grad "
+          "between steps");
   require(!final_[place.unit], "fully_shard: '", name,
           "' got another gradient after its unit was reduced; hold no_sync(), or say before_micro_batch with last = false, for each backward pass of a step "
           "but the last, and call begin_step before each step");

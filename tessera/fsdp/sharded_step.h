@@ -124,7 +124,7 @@ class ShardedStep {
 
  private:
   FlatParameters& flat_of(const UnitPlace& place) { return units_.flats(place.unit)[place.flat]; }
-  void follow_requires_grad();
+  void follow_requires_grad(bool too);
   void listen(GradientSynchronizer* owner);
   void offer_places();
   void withdraw_places();

@@ -121,9 +121,9 @@ bool ShardedUnits::trained(size_t unit) const {
   return std::ranges::any_of(units_[unit].flats, [](const FlatParameters& flat) { return flat.trained(); });
 }
 
-void ShardedUnits::follow_requires_grad() {
+void ShardedUnits::follow_requires_grad(bool too) {
   for (auto& unit : units_) {
-    for (auto& flat : unit.flats) flat.follow_requires_grad();
+    for (auto& flat : unit.flats) flat.follow_requires_grad(too);
   }
 }
 

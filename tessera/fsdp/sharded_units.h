@@ -43,7 +43,7 @@ class ShardedUnits {
   const std::vector<FlatParameters>& flats(size_t unit) const { return units_[unit].flats; }
   int64_t gathered_bytes(size_t unit) const;
   bool trained(size_t unit) const;
-  void follow_requires_grad();
+  void follow_requires_grad(bool too);  ///< what was trained before stays so
   /// Gives every parameter its whole value, in memory of its own, unit by unit. Collective; nothing else may be called afterwards.
   void unshard();
 

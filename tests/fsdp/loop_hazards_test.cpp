@@ -47,6 +47,89 @@ TEST(FullyShardLoop, AGradientThatTheProgramAssignsIsRefusedByName) {
   }
 }
 
+/// Of a generator and its discriminator, or an actor and its critic: who is frozen for one term of a loss learns from the others.
+struct Adversaries : torch::nn::Module {
+  Adversaries() {
+    register_module("g", g);
+    register_module("d", d);
+    register_module("e", e);
+    fill_parameters(*this, 3);
+  }
+  at::Tensor judge(const at::Tensor& x) { return e(at::tanh(d(x))); }
+  void freeze(bool generator, bool frozen) {
+    for (const auto& item : named_parameters()) {
+      if (item.key().starts_with("g.") == generator) item.value().set_requires_grad(!frozen);
+    }
+  }
+  torch::nn::Linear g{3, 4}, d{4, 5}, e{5, 1};
+};
+
+using Terms = std::function<at::Tensor(Adversaries& net, const at::Tensor& noise, const at::Tensor& real)>;
+
+const std::vector<std::pair<std::string, Terms>>& terms_with_frozen_parts() {
+  const auto loss = [](const at::Tensor& x) { return at::softplus(x).sum(); };
+  static const std::vector<std::pair<std::string, Terms>> all{
+      {"the critic at first",
+       [loss](auto& net, auto& noise, auto& real) {
+         net.freeze(false, true);
+         const at::Tensor actor = loss(-net.judge(net.g(noise)));
+         net.freeze(false, false);
+         return actor + loss(net.judge(real));
+       }},
+      {"the generator at first",
+       [loss](auto& net, auto& noise, auto& real) {
+         net.freeze(true, true);
+         const at::Tensor fake = net.g(noise);
+         net.freeze(true, false);
+         return loss(net.judge(real)) + loss(net.judge(fake)) + loss(-net.judge(net.g(noise)));
+       }},
+      {"the critic last",
+       [loss](auto& net, auto& noise, auto& real) {
+         const at::Tensor critic = loss(net.judge(real));
+         net.freeze(false, true);
+         return critic + loss(-net.judge(net.g(noise)));
+       }},
+      {"the critic behind slopes",
+       [loss](auto& net, auto& noise, auto& real) {
+         const at::Tensor fake = net.g(noise), slopes = torch::autograd::grad({loss(fake)}, {net.g->weight}, {}, true, false)[0];
+         net.freeze(false, true);
+         const at::Tensor actor = loss(-net.judge(fake)) + slopes.sum();
+         net.freeze(false, false);
+         return actor + loss(net.judge(real));
+       }},
+  };
+  return all;
+}
+
+TEST(FullyShardLoop, WhatIsFrozenForATermOfALossLearnsFromTheOthers) {
+  constexpr int64_t kRows = 6;
+  const at::Tensor noise = at::linspace(-1, 1, 3 * kRows).view({kRows, 3}), real = at::linspace(-2, 1, 4 * kRows).view({kRows, 4}).cos();
+  for (const auto& [name, terms] : terms_with_frozen_parts()) {
+    Adversaries whole;
+    terms(whole, noise, real).backward();
+    Gradients expected;
+    for (const auto& item : whole.named_parameters()) expected[item.key()] = item.value().grad();
+    for (const int ranks : {2, 3}) {
+      for (const char* const wrap : {"", "d", "g", "*"}) {
+        for (const bool unused : {false, true}) {
+          SCOPED_TRACE(::testing::Message() << name << ", " << ranks << " ranks, wrap '" << wrap << "', find_unused_parameters " << unused);
+          run_ranks(ranks, [&, &terms = terms](World& world) {
+            Adversaries net;
+            const auto sharded = fully_shard(net, world.group(), {.wrap = wrap, .find_unused_parameters = unused});
+            const int64_t rows = kRows / ranks, first = world.rank() * rows;
+            for (int step = 0; step < 2; ++step) {
+              net.zero_grad();
+              net.freeze(false, false);
+              terms(net, noise.narrow(0, first, rows), real.narrow(0, first, rows)).backward();
+              EXPECT_LT(slice_difference(net, expected), 20 * parity) << step;
+            }
+          });
+        }
+      }
+    }
+  }
+}
+
 /// What is trained is reduced together, and a gradient that waits would stay behind.
 TEST(FullyShardLoop, WhatIsFrozenWhileItsGradientWaitsIsRefusedByName) {
   for (const bool cleared : {false, true}) {
