@@ -512,7 +512,7 @@ Round taken_over(const Round& seen, const std::string& server, int quorum) {
   next.lacks_server = next.nodes.size() < seen.nodes.size();
   next.phase = Phase::Stopping;
   if (seen.cause != Cause::Interrupt) next.cause = Cause::Lost;  // a job that was asked to end begins no other round
-  next.quorum = quorum;
+  next.quorum = std::max(quorum, seen.quorum);                   // who took over before may have gone while it waited for those
   next.reason = detail::concat("node ", server, ", which served the rendezvous, vanished");
   return next;
 }

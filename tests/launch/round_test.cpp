@@ -876,6 +876,13 @@ TEST(Round, ATakeoverOfAJobThatWasAskedToEndStartsNothing) {
   EXPECT_EQ(decide(taken_over(seen, "gone", 0), {}, self, {.min_nodes = 1, .max_nodes = 2}).proposal.phase, Phase::Finished);
 }
 
+/// The one that took over by a majority, and is proven to be gone now, has never proven that the others do not go on.
+TEST(Round, ATakeoverOfATakeoverNeedsTheSameMajority) {
+  const Round seen{.phase = Phase::Running, .number = 1, .nodes = {{.id = "s"}, {.id = "a"}, {.id = "b"}, {.id = "x"}}};
+  EXPECT_EQ(taken_over(taken_over(seen, "s", 3), "a", 0).quorum, 3);
+  EXPECT_EQ(taken_over(taken_over(seen, "s", 0), "a", 0).quorum, 0);
+}
+
 /// What was not done on the node that served the store, nobody has done.
 TEST(Round, ATakeoverIsNoEndThatIsWell) {
   const Rules any{.min_nodes = 1, .max_nodes = 2}, both{.min_nodes = 2, .max_nodes = 2};

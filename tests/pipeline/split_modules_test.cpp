@@ -487,6 +487,24 @@ TEST(SplitModules, AModuleMayCountItsCalls) {
   }
 }
 
+/// A cast to another type is a copy, however its argument lies.
+TEST(SplitModules, WhatIsCastMayLieOtherwiseThanTheExample) {
+  struct Pixels : torch::nn::Module {
+    Pixels() {
+      register_module("a", a);
+      register_module("b", b);
+    }
+    at::Tensor forward(const at::Tensor& x) { return b(at::relu(a(x.to(at::kFloat).div_(255)))); }
+    torch::nn::Linear a{4, 4}, b{4, 4};
+  };
+  torch::manual_seed(1);
+  const auto model = std::make_shared<Pixels>();
+  const auto split = pipeline::split(model, {at::zeros({4, 4}, at::kByte)}, {{"b", Beginning}});
+  for (const at::Tensor& batch : {at::arange(16, at::kByte).view({4, 4}).t(), at::arange(24, at::kByte).view({4, 6}).narrow(1, 1, 4)}) {
+    expect_same(run_pass(*model, [&] { return staged(split, {batch}); }), run_pass(*model, [&] { return eager(forward_of(model), {batch}); }));
+  }
+}
+
 /// Such a pass that finds another one runs them all, before it is refused.
 TEST(SplitModules, WhatAModuleLeavesInAMemberIsThatOfTheShapes) {
   struct LengthImpl : nn::Module {

@@ -68,7 +68,7 @@ std::set<int> storages_by_layout(const Graph& graph) {
   std::set<int> found, written;
   for (size_t n = graph.nodes.size(); n-- > 0;) {
     const Node& node = graph.nodes[n];
-    constexpr std::array kinds = {"reshape", "reshape_as", "flatten", "ravel", "contiguous", "to"};
+    constexpr std::array kinds = {"reshape", "reshape_as", "flatten", "ravel", "contiguous"};
     if (node.op && std::ranges::find(kinds, node.name) != kinds.end() && node.arguments[0].kind == Slot::Kind::Tensor) {
       const int from = storage_of(node.arguments[0].values[0]);
       for_each_result(node, [&](int made) {

@@ -102,7 +102,8 @@ struct SplitModel::State {
     int64_t passes = 0;  ///< that began with it, of the first stage and micro-batch that ran here: steps
     bool fits = false;   ///< what executors were given
     int64_t number = 0;  ///< ascending
-    bool ahead = false;  ///< asked for by recording(), and has not run since
+    bool ahead = false;  ///< asked for by recording() before it ran, and has not run since
+    bool ran = false;
   };
   int64_t last_number = 0;
   std::map<std::string, Kept> recordings;
@@ -330,13 +331,14 @@ std::string SplitModel::to_string() const { return tape::to_string(*recording(),
 
 std::shared_ptr<const tape::Recording> SplitModel::recording(int micro_batch) const {
   State::Kept& kept = state_->kept(micro_batch);
-  kept.ahead = true;
+  kept.ahead = kept.ahead || !kept.ran;
   return kept.recording;
 }
 
 std::shared_ptr<const tape::Recording> SplitModel::recording_to_run(int stage, int micro_batch) const {
   State::Kept& kept = state_->kept(micro_batch);
   kept.ahead = false;
+  kept.ran = true;
   if (stage < state_->untrained) check_untrained(stage);
   state_->check_fits(kept, micro_batch);
   state_->check_still_the_same(kept, stage, micro_batch);

@@ -71,7 +71,7 @@ StageOutputs TracedStage::forward(int micro_batch, const std::vector<at::Tensor>
     require(inputs[i].sizes() == at::IntArrayRef(expected.sizes) && inputs[i].scalar_type() == expected.dtype, "pipeline: stage ", stage_, " receives ",
             tape::to_string(tape::form_of(inputs[i])), " for ", from.name, ", where ", comm::dtype_name(expected.dtype), " ", at::IntArrayRef(expected.sizes),
             " is expected; call expect() with the same shapes on every rank");
-    given.push_back({from.value, tape::from_wire(inputs[i], from.form)});
+    given.push_back({from.value, tape::from_wire(inputs[i], from.form, recording->by_layout.contains(graph.values[static_cast<size_t>(from.value)].storage))});
   }
 
   const std::vector<at::Tensor> results = program.run(given);

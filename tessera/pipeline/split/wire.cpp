@@ -58,12 +58,12 @@ at::Tensor to_wire(const at::Tensor& tensor, const Form& form) {
   return wire.permute(order_of(form));
 }
 
-at::Tensor from_wire(const at::Tensor& wire, const Form& form) {
+at::Tensor from_wire(const at::Tensor& wire, const Form& form, bool with_gaps) {
   const std::vector<int64_t> order = order_of(form);
   std::vector<int64_t> back(order.size());
   for (size_t i = 0; i < order.size(); ++i) back[static_cast<size_t>(order[i])] = static_cast<int64_t>(i);
   at::Tensor tensor = wire.permute(back);
-  if (!dense_order(form) && tensor.strides() != at::IntArrayRef(form.strides)) {
+  if (with_gaps && !dense_order(form) && tensor.strides() != at::IntArrayRef(form.strides)) {
     tensor = at::empty_strided(tensor.sizes(), form.strides, tensor.options().requires_grad(false)).copy_(tensor);
   }
   return tensor.expand(form.sizes);
