@@ -132,9 +132,11 @@ void check_agreement(const nlohmann::json& saved, const nlohmann::json& current,
             "; resume with the same value, or start anew with checkpoint.resume = \"\"");
   };
   const auto is_idle = [&](const std::string& key) {  // not both runs read it: what makes them do so has to agree itself
-    const bool adapted = current.value("lora.modules", "") != "" && theirs("lora.modules") != "\"\"";
-    const bool shuffled = current.value("data.shuffle", true) && theirs("data.shuffle") == "true";
-    return ((key == "lora.rank" || key == "lora.alpha") && !adapted) || (key == "data.seed" && !shuffled);
+    const auto both_have = [&](const char* what, const std::string& nothing) {
+      return !current.contains(what) || (current.at(what).dump() != nothing && theirs(what) != nothing);  // not there: it may differ, and is judged elsewhere
+    };
+    if (key == "lora.rank" || key == "lora.alpha") return !both_have("lora.modules", "\"\"");
+    return key == "data.seed" && !both_have("data.shuffle", "false");
   };
   for (const auto& [key, value] : current.items()) {
     if (is_idle(key)) continue;

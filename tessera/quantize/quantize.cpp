@@ -69,8 +69,8 @@ Product product_of(std::shared_ptr<const kernels::QuantizedMatrix> matrix) {
 
 Product product_of(std::shared_ptr<ShardedWeights> weights, size_t index, const Sharding& sharding) {
   return [weights = std::move(weights), index, group = sharding.group, stays = !sharding.reshard_after_forward](const at::Tensor& x) {
+    if (at::GradMode::is_enabled() && x.requires_grad()) group.in_backward().by_graphs = true;  // or by what is computed again there
     if (stays) return kernels::quantized_linear(x, weights->gather(index));
-    if (at::GradMode::is_enabled() && x.requires_grad()) group.in_backward().by_graphs = true;
     return kernels::quantized_linear(x, [weights, index] { return weights->gather(index); });
   };
 }

@@ -14,7 +14,8 @@ namespace tessera::quantize {
 
 /// The matrices of a model whose rows are dealt over ranks, in the order of the model. While one is used, the one that came next last time is on its way:
 /// within a forward or within a backward pass, and not from one to the next, so that nothing is left on its way when there is none. Where another one is asked
-/// for, that costs traffic and nothing else. Memory: two matrices at a time. Ranks ask in one order, and so foretell the same.
+/// for, that costs traffic, and a forward that ends early keeps what was on its way until the next use. Memory: two matrices at a time. Ranks ask in one order,
+/// and so foretell the same.
 class ShardedWeights {
  public:
   /// `ahead`: whether the next one is gathered ahead of its use.

@@ -88,6 +88,7 @@ tessera_sim_suite(pipeline ONLY Split.* SplitRanks.* SplitTraining.* Executor.* 
                   LEFT_OUT Split.ClassicExample Split.IntegersMasksAndViewsCross  # numbers by torch::tensor, which lie on the host
                   SplitTraining.ATiedWeightsGradientCountsOnceHoweverOftenItIsSummed
                   Split.LstmSendsItsStates Split.OtherShapesAndModesAreRecordedAnew  # CUDA's own kernels of recurrent networks
+                  SplitTraining.WhatHasGapsInMemoryArrivesWithThem Split.AutocastThatForwardSetsAroundAPartIsSetAgain  # of the host's tensors and autocast
                   Executor.ErrorsNameStageAndMicroBatch)  # receives for which a step that fails has nobody to wait
 # Of checkpoint, what moves tensors; the rest are files.
 tessera_sim_suite(checkpoint ONLY Staging.* Dump.* Load* Forms/SaverTest.* Checkpoint.* Partial.* Safetensors.* TorchOptimizer.* RestoreOptimizer.* HuggingFaceMixtral.*
