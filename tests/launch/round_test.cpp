@@ -876,6 +876,13 @@ TEST(Round, ATakeoverOfAJobThatWasAskedToEndStartsNothing) {
   EXPECT_EQ(decide(taken_over(seen, "gone", 0), {}, self, {.min_nodes = 1, .max_nodes = 2}).proposal.phase, Phase::Finished);
 }
 
+/// It had no ranks yet, so none have ended.
+TEST(Round, WhoWasAskedToEndBeforeItBeganIsSoInAnotherJob) {
+  const Self asked{.node = {.id = "me"}, .job = "old", .interrupted = SIGTERM};
+  EXPECT_EQ(decide({.nnodes = "1:2", .job = "new"}, {}, asked, {.min_nodes = 1, .max_nodes = 2}).act, Step::Act::Forget);
+  EXPECT_EQ(in_another_job(asked, {.job = "new"}).interrupted, SIGTERM);
+}
+
 /// The one that took over by a majority, and is proven to be gone now, has never proven that the others do not go on.
 TEST(Round, ATakeoverOfATakeoverNeedsTheSameMajority) {
   const Round seen{.phase = Phase::Running, .number = 1, .nodes = {{.id = "s"}, {.id = "a"}, {.id = "b"}, {.id = "x"}}};
