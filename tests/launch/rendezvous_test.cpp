@@ -112,10 +112,11 @@ TEST(Rendezvous, WhoeverHasTheOldPlaceIsNotTakenForTheJob) {
 
 /// As agents do, for names may be looked up slowly inside of c10d.
 /// A busy machine may take longer to answer than a rule allows.
-std::unique_ptr<Board> connected(Rendezvous& one) {
+template <class Ask>
+auto in_the_end(const Ask& ask) {
   for (int tries = 5;; --tries) {
     try {
-      return one.connect();
+      return ask();
     } catch (const CommError&) {
       if (tries == 0) throw;
     }
@@ -123,13 +124,7 @@ std::unique_ptr<Board> connected(Rendezvous& one) {
 }
 
 Round met_in_the_end(Rendezvous& one) {
-  for (int tries = 5;; --tries) {
-    try {
-      return connected(one)->exchange({}, std::nullopt, {}).round;
-    } catch (const CommError&) {
-      if (tries == 0) throw;
-    }
-  }
+  return in_the_end([&] { return one.connect()->exchange({}, std::nullopt, {}).round; });
 }
 
 /// What each of them saw last differs: by its own view, the last would have the job go on.
@@ -140,7 +135,7 @@ TEST(Rendezvous, WhoComesLaterGoesWhereTheFirstWent) {
     const RendezvousOptions options{
         .endpoint = comm::Endpoint{host, port}, .run_id = "j", .rules = {.min_nodes = 3, .max_nodes = 4, .dead_after_s = 2}, .serves = false};
     Rendezvous first(options), last(options);
-    connected(first), connected(last);
+    for (Rendezvous* one : {&first, &last}) in_the_end([&] { return one->connect(); });
     Round seen{.phase = phase, .job = "first", .nodes = {{.id = "a"}, first.node(), {.id = "gone", .address = host, .spare_port = nobodys}, last.node()}};
     first.note(seen);
     seen.phase = Phase::Running;

@@ -67,21 +67,24 @@ inline std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors) 
 }
 
 /// All stages on one rank, one after the other.
-inline std::vector<at::Tensor> staged(const pipeline::SplitModel& model, const std::vector<at::Tensor>& inputs) {
-  model.expect(inputs);
-  std::vector<at::Tensor> outputs;
+inline void run_stages(const pipeline::SplitModel& model, const schedules::Schedule& schedule, const std::vector<at::Tensor>& inputs,
+                       const pipeline::TracedStage::Loss& loss) {
   std::list<pipeline::TracedStage> stages;
   std::map<int, pipeline::Stage*> by_number;
   for (int s = 0; s < model.stages(); ++s) {
-    stages.emplace_back(
-        model, s, [&](int) { return inputs; },
-        [&](int, const std::vector<at::Tensor>& made) {
-          outputs = detached(made);
-          return loss_of(made);
-        });
+    stages.emplace_back(model, s, [&](int) { return inputs; }, loss);
     by_number[s] = &stages.back();
   }
-  pipeline::Executor(schedules::naive(1, 1, model.stages()), model.crossings(), by_number, {}).run();
+  pipeline::Executor(schedule, model.crossings(), by_number, {}).run();
+}
+
+inline std::vector<at::Tensor> staged(const pipeline::SplitModel& model, const std::vector<at::Tensor>& inputs) {
+  model.expect(inputs);
+  std::vector<at::Tensor> outputs;
+  run_stages(model, schedules::naive(1, 1, model.stages()), inputs, [&](int, const std::vector<at::Tensor>& made) {
+    outputs = detached(made);
+    return loss_of(made);
+  });
   return outputs;
 }
 

@@ -261,18 +261,10 @@ TEST(SplitTraining, AModelWhoseWaysWithoutGradientsAreOthersIsEvaluated) {
   const auto split = expect_split_equals_whole(model, inputs, kAtBAndC);
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> outputs;
-  std::list<pipeline::TracedStage> stages;
-  std::map<int, pipeline::Stage*> by_number;
-  for (int s = 0; s < split.stages(); ++s) {
-    stages.emplace_back(
-        split, s, [&](int) { return inputs; },
-        [&](int, const std::vector<at::Tensor>& made) {
-          outputs = made;
-          return at::Tensor();
-        });
-    by_number[s] = &stages.back();
-  }
-  pipeline::Executor(schedules::forwards({0, 0, 0}, 1, 1), split.crossings(), by_number, {}).run();
+  run_stages(split, schedules::forwards({0, 0, 0}, 1, 1), inputs, [&](int, const std::vector<at::Tensor>& made) {
+    outputs = made;
+    return at::Tensor();
+  });
   EXPECT_TRUE(at::equal(outputs.at(0), forward_of(model)(inputs).at(0)));
 }
 

@@ -23,6 +23,10 @@ struct Recording {
   std::vector<Program> programs;
   std::set<int> by_layout{};  ///< storages_by_layout
   uint64_t fingerprint = 0;   ///< of operators, constants, shapes and cuts: equal on ranks that will run the same
+
+  bool goes_by_layout(int value) const { return by_layout.contains(graph->values[static_cast<size_t>(value)].storage); }
+  /// Whether `tensor`, of that form's sizes, may be `value`: it lies as that did, or nothing goes by how it lies.
+  bool takes_layout(int value, const at::Tensor& tensor, const Form& form) const { return lies_alike(tensor, form) || !goes_by_layout(value); }
 };
 
 /// Parameters and buffers of `root` under all their names.

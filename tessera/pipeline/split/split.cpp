@@ -162,8 +162,8 @@ struct SplitModel::State {
   /// The same sizes that lie otherwise are another kind of pass where what forward writes into goes by it.
   static bool lie_as_recorded(const tape::Recording& recording, const std::vector<at::Tensor>& inputs) {
     for (size_t i = 0; i < inputs.size(); ++i) {
-      const tape::Value& value = recording.graph->values[static_cast<size_t>(recording.graph->inputs[i])];
-      if (!tape::lies_alike(inputs[i], value.forms.front().form) && recording.by_layout.contains(value.storage)) return false;
+      const int value = recording.graph->inputs[i];
+      if (!recording.takes_layout(value, inputs[i], recording.graph->values[static_cast<size_t>(value)].forms.front().form)) return false;
     }
     return true;
   }

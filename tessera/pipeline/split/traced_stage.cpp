@@ -24,9 +24,8 @@ void check_sent(const tape::Recording& recording, const tape::Crossing& crossing
        comm::dtype_name(form.dtype), " ", at::IntArrayRef(form.sizes), " (a wrapper's param_dtype casts, too)");
   hold(tape::fits_wire(value, form), "with rows of its own, where it was recorded as one that is repeated (expand)");
   hold(!at::GradMode::is_enabled() || !value.requires_grad() || form.requires_grad, "with a gradient, where it was recorded without one");
-  const int storage = recording.graph->values[static_cast<size_t>(crossing.value)].storage;
-  hold(tape::lies_alike(value, form) || !recording.by_layout.contains(storage), "with strides ", value.strides(), ", where it was recorded with ",
-       at::IntArrayRef(form.strides), ", and forward writes in place into what is a part of it, or a copy, by how it lies (reshape)");
+  hold(recording.takes_layout(crossing.value, value, form), "with strides ", value.strides(), ", where it was recorded with ", at::IntArrayRef(form.strides),
+       ", and forward writes in place into what is a part of it, or a copy, by how it lies (reshape)");
 }
 
 }  // namespace
@@ -54,8 +53,8 @@ StageOutputs TracedStage::forward(int micro_batch, const std::vector<at::Tensor>
             tensor.defined() ? tape::to_string(tape::form_of(tensor)) : "nothing", " for input ", number, ", where ", tape::to_string(form),
             " is expected; sizes are part of a recording: call expect() with inputs of these shapes, on every rank");
     require(
-        tape::lies_alike(tensor, form) || !recording->by_layout.contains(graph.values[static_cast<size_t>(value)].storage), "pipeline: stage ", stage_,
-        " is given input ", number, " with strides ", tensor.strides(), ", where the example has ", at::IntArrayRef(form.strides),
+        recording->takes_layout(value, tensor, form), "pipeline: stage ", stage_, " is given input ", number, " with strides ", tensor.strides(),
+        ", where the example has ", at::IntArrayRef(form.strides),
         ", and forward writes in place into what is a part of it, or a copy, by how it lies (reshape); give contiguous inputs, or call expect() with inputs "
         "that lie so, on every rank");
     const bool wants_gradient = at::GradMode::is_enabled() && tensor.requires_grad();
@@ -71,7 +70,7 @@ StageOutputs TracedStage::forward(int micro_batch, const std::vector<at::Tensor>
     require(inputs[i].sizes() == at::IntArrayRef(expected.sizes) && inputs[i].scalar_type() == expected.dtype, "pipeline: stage ", stage_, " receives ",
             tape::to_string(tape::form_of(inputs[i])), " for ", from.name, ", where ", comm::dtype_name(expected.dtype), " ", at::IntArrayRef(expected.sizes),
             " is expected; call expect() with the same shapes on every rank");
-    given.push_back({from.value, tape::from_wire(inputs[i], from.form, recording->by_layout.contains(graph.values[static_cast<size_t>(from.value)].storage))});
+    given.push_back({from.value, tape::from_wire(inputs[i], from.form, recording->goes_by_layout(from.value))});
   }
 
   const std::vector<at::Tensor> results = program.run(given);

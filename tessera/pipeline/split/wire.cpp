@@ -37,10 +37,7 @@ std::optional<std::vector<int64_t>> dense_order(const Form& form) {
   return by_stride;
 }
 
-std::vector<int64_t> order_of(const Form& form) {
-  const auto order = dense_order(form);
-  return order ? *order : dims_of(form);
-}
+std::vector<int64_t> order_of(const Form& form) { return dense_order(form).value_or(dims_of(form)); }
 
 }  // namespace
 
@@ -59,18 +56,19 @@ at::Tensor to_wire(const at::Tensor& tensor, const Form& form) {
 }
 
 at::Tensor from_wire(const at::Tensor& wire, const Form& form, bool with_gaps) {
-  const std::vector<int64_t> order = order_of(form);
+  const auto dense = dense_order(form);
+  const std::vector<int64_t> order = dense.value_or(dims_of(form));
   std::vector<int64_t> back(order.size());
   for (size_t i = 0; i < order.size(); ++i) back[static_cast<size_t>(order[i])] = static_cast<int64_t>(i);
   at::Tensor tensor = wire.permute(back);
-  if (with_gaps && !dense_order(form) && tensor.strides() != at::IntArrayRef(form.strides)) {
+  if (with_gaps && !dense && tensor.strides() != at::IntArrayRef(form.strides)) {
     tensor = at::empty_strided(tensor.sizes(), form.strides, tensor.options().requires_grad(false)).copy_(tensor);
   }
   return tensor.expand(form.sizes);
 }
 
 bool fits_wire(const at::Tensor& tensor, const Form& form) {
-  bool fits = tensor.scalar_type() == form.dtype;
+  bool fits = true;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) fits &= !is_expanded(form, dim) || tensor.stride(dim) == 0;
   return fits;
 }

@@ -15,7 +15,7 @@ pipeline::TensorSpec wire_spec(const Form& form);
 at::Tensor to_wire(const at::Tensor& tensor, const Form& form);
 at::Tensor from_wire(const at::Tensor& wire, const Form& form, bool with_gaps = true);
 
-/// Whether the tensor, of the form's sizes, is one that can travel so: of its dtype, and not with rows of its own where one was repeated.
+/// Whether the tensor, of the form's sizes and dtype, is one that can travel so: not with rows of its own where one was repeated.
 bool fits_wire(const at::Tensor& tensor, const Form& form);
 
 /// A copy that lies in memory as the tensor does.
